@@ -1,0 +1,20 @@
+"""ZeRO for people whose cluster speaks MPI.
+
+[Note: the road of a parameter]
+partition/grouping chooses which parameters travel together, partition/layout cuts their flat run
+into shards, partition/bucket gathers and reduces it when the hooks of partition/hooks say so,
+through a Courier of comm/; partition/optimizer updates what this rank owns; engine ties all this
+together.
+"""
+
+from hpczero.comm import watch as _watch
+
+_watch.install()  # before anything can fail on one rank only
+
+from hpczero.config import Config  # noqa: E402
+from hpczero.engine import Engine, GatheredParameters  # noqa: E402
+from hpczero.errors import ConfigError, Disagreement  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = ["Config", "ConfigError", "Disagreement", "Engine", "GatheredParameters", "__version__"]

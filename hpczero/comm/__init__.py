@@ -1,0 +1,10 @@
+"""Memory and ranks: who takes part, and how flat tensors travel between them.
+
+[Note: couriers]
+All MPI traffic of a World is carried by two Couriers, each one thread with its own duplicate of the
+communicator and a first-in first-out queue: `gathers` brings parameters, `reductions` takes
+gradients away. Two, so that gathers and reductions need not interleave alike on all ranks; one
+thread per communicator, since two threads on one give silently wrong sums. Before any data moves
+the ranks compare the signatures of what they are about to do: disagreement is an exception on all
+ranks, never a hang and never a wrong sum.
+"""

@@ -1,0 +1,202 @@
+"""Collectives over flat tensors: exact, in fixed order, in pieces that every MPI can count.
+
+All functions are called by all ranks of `comm`, by one thread at a time. 16-bit data moves as bytes
+(MPI knows no bfloat16) and is summed in float32; every sum adds ranks 0, 1, ... N-1 in this order,
+divides, and rounds once to the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
+from hpczero.sizing import WIRE_BLOCK, wire_piece
+
+
+class Count(NamedTuple):
+    """Hold one line of the traffic account."""
+
+    calls: int
+    bytes: int
+    """Logical: bytes of the full vectors; an all-reduce is two (reduce-scatter, all-gather)."""
+    sent: int
+    """Bytes that MPI moved, per rank: total over all ranks / N."""
+
+    def __add__(self, other: object) -> Count:
+        assert isinstance(other, Count)
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Traffic:
+    """Count what collectives carry, by collective and purpose."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # both couriers count
+        self._counts: dict[tuple[str, str], Count] = defaultdict(lambda: Count(0, 0, 0))
+
+    def add(self, collective: str, purpose: str, count: Count) -> None:
+        """Add one collective to the account."""
+        with self._lock:
+            self._counts[collective, purpose] += count
+
+    def take(self) -> dict[tuple[str, str], Count]:
+        """Return the counts since the last take, and start anew."""
+        with self._lock:
+            counts, self._counts = dict(self._counts), defaultdict(lambda: Count(0, 0, 0))
+        return counts
+
+
+class Staging:
+    """Lend the constant-size memory in which a reduction receives and sums.
+
+    Costs `sizing.wire_bytes`, whatever the size of what is reduced.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.piece_bytes = wire_piece(size)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._size = size
+        self._sums: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (ranks, piece) tensor to receive into."""
+        if self._bytes.numel() == 0:  # reductions may never come: pay when the first one does
+            self._bytes = torch.empty(self._size * self.piece_bytes, dtype=torch.uint8)
+        return self._bytes.view(dtype).view(self._size, -1)
+
+    def sums(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block to sum in and a block to widen in."""
+        if dtype not in self._sums:
+            self._sums[dtype] = (
+                torch.empty(WIRE_BLOCK, dtype=dtype),
+                torch.empty(WIRE_BLOCK, dtype=dtype),
+            )
+        return self._sums[dtype]
+
+
+def all_gather(comm: MPI.Intracomm, full: torch.Tensor, shard: torch.Tensor) -> None:
+    """Fill `full` with the shards of all ranks, in rank order.
+
+    `full` has N times the elements of `shard`; `shard` may be rank's own slice of it.
+    """
+    count = shard.numel()
+    own = full[comm.rank * count : (comm.rank + 1) * count]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard)
+    if comm.size == 1:
+        return
+    stride = count * shard.element_size()
+    limit = PIECE_BYTES
+    if stride <= limit:
+        comm.Allgather(MPI.IN_PLACE, buffer(full))
+        return
+    everything = buffer(full)
+    for start, stop in pieces(stride, limit):
+        # One element of this type is a piece of one rank's shard; its extent is the whole shard.
+        column = MPI.BYTE.Create_contiguous(stop - start)
+        strided = column.Create_resized(0, stride).Commit()
+        comm.Allgather(MPI.IN_PLACE, [everything[start:], 1, strided])
+        strided.Free()
+        column.Free()
+
+
+def reduce_scatter(
+    comm: MPI.Intracomm,
+    full: torch.Tensor,
+    out: torch.Tensor,
+    staging: Staging,
+    *,
+    divisor: int = 1,
+    add: bool = False,
+) -> None:
+    """Put the sum over ranks of this rank's slice of `full`, divided, into `out`.
+
+    `out` may be the rank's own slice of `full`. With `add` the rounded result is added to `out` in
+    its dtype. Each rank sends (N-1)/N of `full` directly from where it lies.
+    """
+    count, rank, size = out.numel(), comm.rank, comm.size
+    rows = staging.rows(full.dtype)
+    for start, stop in pieces(count, rows.shape[1]):
+        inward = [(rank - step) % size for step in range(1, size)]
+        outward = [(rank + step) % size for step in range(1, size)]
+        requests = [comm.Irecv(buffer(rows[peer], 0, stop - start), peer) for peer in inward]
+        requests += [
+            comm.Isend(buffer(full, peer * count + start, peer * count + stop), peer)
+            for peer in outward
+        ]
+        MPI.Request.Waitall(requests)
+        sources = [rows[peer] for peer in range(size)]
+        sources[rank] = full[rank * count + start : rank * count + stop]
+        _sum(sources, out[start:stop], staging, divisor, add)
+
+
+def _sum(
+    sources: list[torch.Tensor], out: torch.Tensor, staging: Staging, divisor: int, add: bool
+) -> None:
+    """Add the sources in order, blockwise, in float32 (float64 stays)."""
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    total, widened = staging.sums(wide)
+    for start, stop in pieces(out.numel(), WIRE_BLOCK):
+        block, extra = total[: stop - start], widened[: stop - start]
+        block.copy_(sources[0][start:stop])
+        for source in sources[1:]:
+            term = source[start:stop]
+            block.add_(term if term.dtype == wide else extra.copy_(term))
+        if divisor != 1:
+            block.div_(divisor)
+        target = out[start:stop]
+        if not add:
+            target.copy_(block)
+        else:
+            target.add_(block if out.dtype == wide else block.to(out.dtype))
+
+
+def all_reduce(
+    comm: MPI.Intracomm,
+    full: torch.Tensor,
+    staging: Staging,
+    *,
+    out: torch.Tensor | None = None,
+    divisor: int = 1,
+    add: bool = False,
+) -> None:
+    """Put the sum over ranks of `full`, divided, into `out` (default: `full`) on every rank.
+
+    A reduce-scatter and an all-gather, so that its bits are those of the two apart.
+    The elements of `full` must divide by the number of ranks.
+    """
+    out = full if out is None else out
+    count = full.numel() // comm.size
+    own = out[comm.rank * count : (comm.rank + 1) * count]
+    reduce_scatter(comm, full, own, staging, divisor=divisor, add=add)
+    all_gather(comm, out, own)
+
+
+def broadcast(comm: MPI.Intracomm, tensor: torch.Tensor, root: int = 0) -> None:
+    """Copy a flat tensor from `root` to all ranks."""
+    if comm.size > 1:
+        for start, stop in pieces(tensor.numel(), PIECE_BYTES // tensor.element_size()):
+            comm.Bcast(buffer(tensor, start, stop), root)
+
+
+def gather(
+    comm: MPI.Intracomm, shard: torch.Tensor, full: torch.Tensor | None, root: int = 0
+) -> None:
+    """Fill `full` on `root` with the shards of all ranks; other ranks pass None and only send."""
+    limit = PIECE_BYTES // shard.element_size()
+    count = shard.numel()
+    if comm.rank != root:
+        for start, stop in pieces(count, limit):
+            comm.Send(buffer(shard, start, stop), root)
+        return
+    assert full is not None
+    full[root * count : (root + 1) * count].copy_(shard)
+    for peer in range(comm.size):
+        if peer != root:
+            for start, stop in pieces(count, limit):
+                comm.Recv(buffer(full, peer * count + start, peer * count + stop), peer)

@@ -1,0 +1,144 @@
+"""The communicators of this run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from typing import Any, cast
+
+import torch
+from mpi4py import MPI
+
+from hpczero.comm import watch
+from hpczero.comm.collectives import Traffic
+from hpczero.comm.courier import Courier
+from hpczero.comm.wire import Cargo
+from hpczero.errors import Disagreement
+
+# What launchers set, each its own: they are looked at only when MPI says that it is alone.
+_SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PALS_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+Comm = MPI.Intracomm
+"""What MPI calls a group of ranks that can talk; other folders need no more of MPI."""
+
+_KEYVAL = MPI.Comm.Create_keyval()
+
+
+class World:
+    """Hold the ranks of this run and the Couriers between them.
+
+    Created by all ranks of `comm` together (default: COMM_WORLD). Costs two duplicated
+    communicators and two threads; `World.of` makes only one per communicator.
+
+    Raises:
+        RuntimeError: MPI runs without MPI_THREAD_MULTIPLE, or this is a world of one rank under a
+            launcher that started more.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        watch.install()  # SIGTERM can be taken over only now that MPI runs
+        if comm is None or comm == MPI.COMM_WORLD:
+            comm = MPI.COMM_WORLD
+            check_launcher(comm.size)
+        _check_threads()
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank: int = node.rank
+        self.local_size: int = node.size
+        node.Free()
+        self.hosts: list[str] = comm.allgather(socket.gethostname())
+        self.nodes: int = sum(comm.allgather(self.local_rank == 0))
+        self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
+        self.traffic = Traffic()
+        self.gathers = Courier(comm, "gathers", self.traffic)
+        self.reductions = Courier(comm, "reductions", self.traffic)
+        watch.at_exit(self.close)
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm | None = None) -> World:
+        """Return the World of a communicator, made at the first call (by all ranks together)."""
+        comm = MPI.COMM_WORLD if comm is None else comm
+        world = cast("World | None", comm.Get_attr(_KEYVAL))
+        if world is None or world.broken:
+            world = cls(comm)
+            comm.Set_attr(_KEYVAL, world)
+        return world
+
+    @property
+    def broken(self) -> bool:
+        """Tell whether a collective has failed, after which nothing can be carried any more."""
+        return self.gathers.failure is not None or self.reductions.failure is not None
+
+    def mean(self, value: float, purpose: str = "metrics") -> float:
+        """Return the mean of a number over ranks, summed in rank order; all ranks call."""
+        cargo = Cargo(purpose, "mean", 0)
+        records = self.gathers.exchange(cargo, struct.pack("d", value)).result()
+        total = 0.0
+        for record in records:
+            total += float(struct.unpack("d", record)[0])
+        return total / self.size
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return the (small) objects of all ranks on rank 0, None elsewhere; all ranks call."""
+        values = self.gathers.exchange_objects("objects", value).result()
+        return values if self.rank == 0 else None
+
+    def broadcast(self, tensor: torch.Tensor, purpose: str) -> None:
+        """Copy a flat tensor from rank 0 to all ranks; all ranks call."""
+        payload = tensor.numel() * tensor.element_size()
+        self.gathers.broadcast(Cargo(purpose, purpose, payload), tensor).result()
+
+    def close(self) -> None:
+        """Part from the other ranks; all ranks call, at the latest at exit.
+
+        Where others still want a collective, they stop with an error that names this rank.
+        """
+        # Both goodbyes must be on their way at once: the others may wait at either.
+        leaving = [courier.goodbye() for courier in (self.gathers, self.reductions)]
+        if any(isinstance(future.exception(), Disagreement) for future in leaving):
+            time.sleep(10)  # the others are ending the job with the message
+
+
+def _check_threads() -> None:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            f"expected MPI with MPI_THREAD_MULTIPLE, found thread level {MPI.Query_thread()}: "
+            "hpczero carries collectives in threads of its own. Import mpi4py before other MPI "
+            "users, leave mpi4py.rc.thread_level at 'multiple', on Cray set "
+            "MPICH_MAX_THREAD_SAFETY=multiple"
+        )
+
+
+def check_launcher(size: int) -> None:
+    """Refuse a world of one rank under a launcher that started more.
+
+    Raises:
+        RuntimeError: with the cure: the launcher and the loaded MPI speak different protocols.
+    """
+    if size > 1:
+        return
+    vendor = MPI.get_vendor()[0]
+    started = {name: os.environ[name] for name in _SIZE_VARIABLES if name in os.environ}
+    if not started and "SLURM_STEP_NUM_TASKS" in os.environ:
+        started = {"SLURM_STEP_NUM_TASKS": os.environ["SLURM_STEP_NUM_TASKS"]}
+    more = {name: text for name, text in started.items() if text.isdigit() and int(text) > 1}
+    if not more:
+        return
+    name, count = next(iter(more.items()))
+    flag = "pmix" if "Open MPI" in vendor else "pmi2"
+    raise RuntimeError(
+        f"the launcher started {count} ranks ({name}={count}), but MPI sees a world of 1: each "
+        f"would train alone. Under Slurm use `srun --mpi={flag}`; with mpiexec use the one that "
+        f"belongs to {vendor}, which mpi4py has loaded"
+    )

@@ -1,0 +1,23 @@
+"""The exceptions that no builtin class says better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """Report all problems of a configuration at once."""
+
+    def __init__(self, problems: Sequence[str], origin: str = "the config") -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in {origin}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class Disagreement(RuntimeError):
+    """Report that ranks don't do the same; raised alike on all ranks, printed by the reporter."""
+
+    def __init__(self, message: str, reporter: int = 0) -> None:
+        self.reporter = reporter
+        super().__init__(message)

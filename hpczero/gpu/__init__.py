@@ -1,0 +1,1 @@
+"""Arrays only: the optimizer's arithmetic, as torch functions that every kernel must equal."""

@@ -1,0 +1,101 @@
+"""Constant-size memory for what lives shortly, and the account of all memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from typing import Any, Literal, get_args
+
+import torch
+
+Kind = Literal["params", "grads", "states", "buffers"]
+
+
+class Ledger:
+    """Account the bytes of model states and buffers on this rank, with high-water marks."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, int] = dict.fromkeys(get_args(Kind), 0)
+        self._high = dict(self._now)
+        self._last = dict(self._now)
+
+    def empty(
+        self, kind: Kind, numel: int, dtype: torch.dtype, used: int | None = None
+    ) -> torch.Tensor:
+        """Return a new flat tensor that counts under `kind` as long as the Ledger lives.
+
+        Of its elements `used` count; the others are padding, which is a buffer.
+        """
+        used = numel if used is None else used
+        self.add(kind, used * dtype.itemsize)
+        self.add("buffers", (numel - used) * dtype.itemsize)
+        return torch.empty(numel, dtype=dtype)
+
+    def add(self, kind: Kind, nbytes: int) -> None:
+        """Account bytes taken (or, negative, given back)."""
+        self._now[kind] += nbytes
+        self._high[kind] = max(self._high[kind], self._now[kind])
+
+    def mark(self) -> None:
+        """End a step: keep its high-water marks, begin the next one's."""
+        self._last, self._high = self._high, dict(self._now)
+
+    def last(self) -> dict[str, int]:
+        """Return the high-water marks of the last step (of now, before the first)."""
+        return {kind: max(self._last[kind], self._now[kind]) for kind in self._now}
+
+
+SLOTS = 2
+"""Reductions in flight before the next slot waits for the oldest."""
+
+PATIENCE_SECONDS = 1.0
+
+
+class Arena:
+    """Lend flat memory for local gradients, and take it back when their reduction is done.
+
+    Buffers are kept and lent again, so that a steady state allocates nothing.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
+        self._busy: list[tuple[Future[Any], torch.Tensor]] = []
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor with arbitrary content.
+
+        Waits for the oldest reduction in flight when there are many. Not for ever: it may hang on a
+        gather that another rank wants from this one, and then more memory is taken instead.
+        """
+        while len(self._busy) >= SLOTS:
+            done = wait([self._busy[0][0]], timeout=PATIENCE_SECONDS).done
+            if not done:
+                break
+            self._reclaim()
+        self._reclaim()
+        nbytes = numel * dtype.itemsize
+        fitting = [memory for memory in self._free if memory.numel() >= nbytes]
+        if fitting:
+            best = min(fitting, key=torch.Tensor.numel)
+            self._free = [memory for memory in self._free if memory is not best]
+        else:
+            # What is free is too small for anyone who asks like this again: don't hoard it.
+            self._drop_free()
+            best = self._ledger.empty("buffers", nbytes, torch.uint8)
+        self._lent[best.data_ptr()] = best
+        return best[:nbytes].view(dtype)
+
+    def give_back(self, tensor: torch.Tensor, when: Future[Any]) -> None:
+        """Take memory back as soon as the reduction that reads it is done."""
+        self._busy.append((when, self._lent.pop(tensor.data_ptr())))
+
+    def _reclaim(self) -> None:
+        done = [memory for future, memory in self._busy if future.done()]
+        self._busy = [(future, memory) for future, memory in self._busy if not future.done()]
+        self._free.extend(done)
+
+    def _drop_free(self) -> None:
+        for memory in self._free:
+            self._ledger.add("buffers", -memory.numel())
+        self._free.clear()

@@ -1,0 +1,312 @@
+"""Parameters that travel together: one flat run, one shard, one local gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from hpczero.comm.wire import Cargo
+from hpczero.comm.world import World
+from hpczero.partition.arena import Arena, Kind, Ledger
+from hpczero.partition.grouping import Group
+from hpczero.partition.layout import Layout
+from hpczero.partition.precision import Precision
+from hpczero.partition.tensor import ReleasedParameter
+from hpczero.plan import Home, Plan
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Bucket:
+    """Own the tensors of parameters that travel together (see [Note: the tensors of a bucket]).
+
+    Created by all ranks together; rank 0's values win. Costs on each rank what `sizing` states for
+    the plan, and while gathered the full run in the compute dtype.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        precision: Precision,
+        world: World,
+        ledger: Ledger,
+        arena: Arena,
+    ) -> None:
+        self.name = group.name
+        self.params = [parameter for _, parameter in group.parameters]
+        self.dtype = self.params[0].dtype
+        self.trainable = self.params[0].requires_grad
+        self.layout = Layout.of(
+            [(name, tuple(parameter.shape)) for name, parameter in group.parameters], world.size
+        )
+        self._world, self._ledger, self._arena = world, ledger, arena
+        self._gathers_needed = plan.params.scope == "world"
+        self._publishes = plan.states.scope == "world" and not self._gathers_needed
+        self.held = 0
+        """How many GatheredParameters forbid the release."""
+        self._ready: Future[None] | None = None
+        self._classes = [type(parameter) for parameter in self.params]
+        self._build(plan)
+        if self.trainable:
+            self._build_trainable(plan, precision)
+
+    # Build #
+
+    def _build(self, plan: Plan) -> None:
+        layout = self.layout
+        self.full = torch.zeros(layout.padded, dtype=self.dtype)
+        for slot, parameter in zip(layout.slots, self.params, strict=True):
+            self.full[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
+        self._world.gathers.broadcast(self._cargo("parameters", self.dtype), self.full).result()
+        for slot, parameter in zip(layout.slots, self.params, strict=True):
+            parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
+        own = slice(*layout.interval(self._world.rank))
+        self._aliases = self._count_aliases()
+        if self._gathers_needed:
+            self.shard = self._empty("params", layout.interval(self._world.rank), self.dtype)
+            self.shard.copy_(self.full[own])
+            self._ledger.add("buffers", self._full_bytes)
+            self.gathered = True
+            self.release()
+        else:
+            self.shard = self.full[own]
+            payload = layout.numel * self.dtype.itemsize
+            self._ledger.add("params", payload)
+            self._ledger.add("buffers", self._full_bytes - payload)
+            self.gathered = True
+
+    def _build_trainable(self, plan: Plan, precision: Precision) -> None:
+        layout = self.layout
+        self._divisor = self._world.size
+        self.span = self._span(plan.states)
+        """The interval of the flat run that this rank updates."""
+        lo, hi = self.span
+        self.weights = self.shard if self._gathers_needed else self.full[lo:hi]
+        """The updated interval in the compute dtype."""
+        master = precision.master(self.dtype)
+        if master == self.dtype:
+            self.master = self.weights
+        else:
+            self.master = self._empty("states", self.span, master).copy_(self.weights)
+        grads_lo, grads_hi = self._span(plan.grads)
+        self.grads = self._empty("grads", (grads_lo, grads_hi), precision.grads(self.dtype)).zero_()
+        self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
+        """The reduced gradient of the updated interval."""
+        own_lo, own_hi = layout.interval(self._world.rank)
+        self.own_gradient = self.grads[own_lo - grads_lo : own_hi - grads_lo]
+        """The reduced gradient of this rank's shard."""
+        self._accumulates = self.grads.numel() == layout.padded and plan.grads.scope == "none"
+        self._everywhere = plan.states.scope == "none"
+        self._local_dtype = self.grads.dtype if self._accumulates else self.dtype
+        self._local: torch.Tensor | None = None
+        self._late: torch.Tensor | None = None
+        self._filled = [False] * len(self.params)
+        self._late_filled = [False] * len(self.params)
+        self._seen: set[int] = set()
+        self.closed = False
+        self.reduced = False
+        """Whether `grads` holds a reduced gradient of this step."""
+
+    def _empty(self, kind: Kind, span: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        start, stop = span
+        return self._ledger.empty(kind, stop - start, dtype, self.layout.used(start, stop))
+
+    def _span(self, home: Home) -> tuple[int, int]:
+        if home.scope == "none":
+            return 0, self.layout.padded
+        return self.layout.interval(self._world.rank)
+
+    @property
+    def _full_bytes(self) -> int:
+        return self.layout.padded * self.dtype.itemsize
+
+    def _cargo(self, purpose: str, dtype: torch.dtype) -> Cargo:
+        return Cargo(purpose, self.name, self.layout.numel * dtype.itemsize)
+
+    # Gather and release #
+
+    def gather(self) -> None:
+        """Start to bring the whole bucket here; nothing where it is already."""
+        if self.gathered:
+            return
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._full_bytes)
+            self._ledger.add("buffers", self._full_bytes)
+        self.gathered = True
+        cargo = self._cargo("parameters", self.dtype)
+        self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
+
+    def wait(self) -> None:
+        """Wait until the gathered weights can be read."""
+        if self._ready is None:
+            return
+        self._ready.result()
+        self._ready = None
+        for parameter, original in zip(self.params, self._classes, strict=True):
+            parameter.__class__ = original
+
+    def release(self) -> None:
+        """Give the gathered weights back, unless held or replicated.
+
+        The storage is emptied in place: whoever saved a view of it finds the weights again after
+        the next gather. While foreign views of it are alive it is kept, so that reading one is
+        never reading freed memory; see `free`.
+        """
+        if not self._gathers_needed or not self.gathered or self.held:
+            return
+        if self._ready is not None:
+            self._ready.result()  # the courier still writes into it
+            self._ready = None
+        self.gathered = False
+        for parameter in self.params:
+            parameter.__class__ = ReleasedParameter
+        self.free()
+
+    def free(self) -> bool:
+        """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
+        if self.gathered or self.full.untyped_storage().nbytes() == 0:
+            return True
+        if self._count_aliases() > self._aliases:
+            return False
+        self.full.untyped_storage().resize_(0)
+        self._ledger.add("buffers", -self._full_bytes)
+        return True
+
+    def _count_aliases(self) -> int:
+        return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
+
+    # Gradients #
+
+    def begin_backward(self) -> None:
+        """Forget which gradients came in the last backward, whose reductions end first.
+
+        By now they are done where compute hides them at all; else slots would pile up.
+        """
+        if self.reduced:
+            self.wait_reduced()
+        self._seen.clear()
+        self.closed = False
+
+    def take_grad(self, index: int) -> bool:
+        """Move a parameter's gradient into the local buffer; tell whether all have come."""
+        parameter = self.params[index]
+        grad = parameter.grad
+        assert grad is not None
+        parameter.grad = None
+        if self.closed:
+            self._late = self._fill(self._late, self._late_filled, index, grad)
+            return False
+        if self._local is None and self._accumulates and not self.reduced:
+            self._local = self.grads
+        self._local = self._fill(self._local, self._filled, index, grad)
+        self._seen.add(index)
+        return len(self._seen) == len(self.params)
+
+    def _fill(
+        self,
+        buffer: torch.Tensor | None,
+        filled: list[bool],
+        index: int,
+        grad: torch.Tensor,
+    ) -> torch.Tensor:
+        if buffer is None:
+            buffer = self._arena.lend(self.layout.padded, self._local_dtype)
+        place = self.layout.slots[index]
+        region = buffer[place.start : place.stop]
+        flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+        if filled[index]:
+            region.add_(flat)
+        else:
+            region.copy_(flat)
+            filled[index] = True
+        return buffer
+
+    @property
+    def late(self) -> bool:
+        """Tell whether a gradient came after the reduction was posted."""
+        return self._late is not None
+
+    def reduce(self) -> None:
+        """Post the reduction of the local gradient; parameters without one count as zero."""
+        if self._local is None and self._accumulates and not self.reduced:
+            self._local = self.grads
+        self._post(self._local, self._filled)
+        self._local = None
+
+    def reduce_late(self) -> None:
+        """Post the reduction of late gradients, zero where this rank has none."""
+        self._post(self._late, self._late_filled)
+        self._late = None
+
+    def _post(self, local: torch.Tensor | None, filled: list[bool]) -> None:
+        if local is None:
+            local = self._arena.lend(self.layout.padded, self._local_dtype)
+        for index, slot in enumerate(self.layout.slots):
+            if not filled[index]:
+                local[slot.start : slot.stop].zero_()
+            filled[index] = False
+        for start, stop in self.layout.gaps():
+            local[start:stop].zero_()
+        cargo = self._cargo("gradients", local.dtype)
+        courier, add = self._world.reductions, self.reduced
+        if self._everywhere:
+            self._job = courier.all_reduce(cargo, local, self.grads, divisor=self._divisor, add=add)
+        else:
+            self._job = courier.reduce_scatter(
+                cargo, local, self.own_gradient, divisor=self._divisor, add=add
+            )
+        if local is not self.grads:
+            self._arena.give_back(local, self._job)
+        self.reduced = True
+
+    def wait_reduced(self) -> None:
+        """Wait until `gradient` holds everything that was posted."""
+        self._job.result()  # earlier ones are done: the courier is first in, first out
+
+    def end_step(self) -> None:
+        """Forget the gradient that was used."""
+        self.reduced = False
+
+    # Update #
+
+    def new_state(self) -> torch.Tensor:
+        """Return zeros like `master`, for the optimizer to keep."""
+        return self._empty("states", self.span, self.master.dtype).zero_()
+
+    def publish(self) -> Future[None] | None:
+        """Give the updated shard to all ranks where parameters are replicated."""
+        if not self._publishes:
+            return None
+        cargo = self._cargo("parameters", self.dtype)
+        return self._world.gathers.all_gather(cargo, self.full, self.shard)
+
+    def adopt(self, before: torch.Tensor) -> None:
+        """Take over weights that were changed in `full`, where their bits differ from `before`."""
+        lo, hi = self.span if self.trainable else self.layout.interval(self._world.rank)
+        new = self.full[lo:hi]
+        if self.trainable and self.master.dtype != self.dtype:
+            bits = _BITS[self.dtype.itemsize]
+            changed = new.view(bits) != before[lo:hi].view(bits)
+            self.master[changed] = new[changed].to(self.master.dtype)
+        if self._gathers_needed:
+            own = slice(*self.layout.interval(self._world.rank))
+            self.shard.copy_(self.full[own])
+
+    def master_full(
+        self, allocate: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the whole master weights (frozen: the weights) on rank 0, None elsewhere.
+
+        All ranks call.
+        """
+        mine = self.master if self.trainable else self.shard
+        if mine.numel() == self.layout.padded:
+            return mine if self._world.rank == 0 else None
+        full = allocate(self.layout.padded, mine.dtype) if self._world.rank == 0 else None
+        cargo = self._cargo("state_dict", mine.dtype)
+        self._world.gathers.gather(cargo, mine, full).result()
+        return full

@@ -1,0 +1,331 @@
+"""When units are gathered and released: the hooks on the user's modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hpczero.comm.wire import Cargo
+from hpczero.comm.world import World
+from hpczero.partition.bucket import Bucket
+from hpczero.partition.grouping import ROOT
+from hpczero.partition.reducer import Reducer
+from hpczero.partition.schedule import Schedule
+from hpczero.partition.tensor import OWNERS
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Hold a module and the buckets that are gathered for it."""
+
+    name: str
+    module: nn.Module
+    buckets: list[Bucket] = field(default_factory=list)
+    runs: int = 0
+    """Forward calls since the last step, recomputation not counted."""
+    visits: int = 0
+    """How many of them the current backward has reached."""
+
+    @property
+    def numel(self) -> int:
+        """Return the elements that a gather brings."""
+        return sum(bucket.layout.padded for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Know where a parameter belongs; the Owner that a released parameter asks."""
+
+    name: str
+    bucket: Bucket
+    runtime: Runtime
+
+    def touch(self) -> bool:
+        """Gather the parameter if the model is running; tell whether its weights are here now."""
+        if not (self.bucket.gathered or self.runtime.running):
+            return False
+        self.runtime.use(self.bucket)
+        return True
+
+
+class _SavedView(NamedTuple):
+    """Stand in autograd's memory for a view of a bucket: looking at it gathers the bucket."""
+
+    bucket: Bucket
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+
+
+class Runtime:
+    """Drive the buckets of a model through forward and backward.
+
+    The hooks call down only: unit -> bucket -> courier. Everything posted is a function of the
+    order in which hooks fire, never of time, so that all ranks post alike.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], world: World, prefetch_numel: int | None
+    ) -> None:
+        self.model = model
+        self.units = list(units)
+        self.buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
+        self._root = next(unit for unit in units if unit.name == ROOT)
+        self._world = world
+        self.reducer = Reducer(self.buckets, lambda bucket: self._unit_of[id(bucket)].runs == 0)
+        self._prefetch_numel = prefetch_numel
+        if prefetch_numel is None:
+            self._prefetch_numel = max(unit.numel for unit in self.units)
+        self._forward: Schedule[Unit] = Schedule()
+        self._backward: Schedule[Unit] = Schedule()
+        self._active: list[Unit] = []
+        self._current: Unit | None = None
+        self._in_backward = False
+        self._used: dict[Bucket, bool] = {}
+        """Gathered buckets, oldest first; False: foreseen, not used yet."""
+        self._lingering: list[Bucket] = []
+        self.uses: list[str] = []
+        """What was gathered for use since the last step: all ranks must show the same."""
+        self.stray: str | None = None
+        """A parameter whose gradient came outside `engine.backward`."""
+        self._storages = {
+            bucket.full.untyped_storage()._cdata: bucket
+            for bucket in self.buckets
+            if not bucket.gathered
+        }
+        self._install()
+
+    def _install(self) -> None:
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(self._pre_forward_hook(unit), prepend=True)
+            unit.module.register_forward_hook(self._post_forward_hook(unit))
+            for bucket in unit.buckets:
+                for index, (slot, parameter) in enumerate(
+                    zip(bucket.layout.slots, bucket.params, strict=True)
+                ):
+                    OWNERS[parameter] = Member(slot.name, bucket, self)
+                    if bucket.trainable:
+                        hook = self._grad_hook(bucket, index, slot.name)
+                        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def running(self) -> bool:
+        """Tell whether the model's forward or a backward is under way."""
+        return bool(self._active) or torch._C._current_graph_task_id() != -1
+
+    # Hooks #
+
+    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
+        def pre_forward(module: nn.Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:  # recomputation: part of backward
+                self._enter_backward(unit)
+                return
+            if unit is self._root and not self._active:
+                self._forward.begin()
+                if module.training and torch.is_grad_enabled():
+                    self._broadcast_buffers()
+            unit.runs += 1
+            self._active.append(unit)
+            self._enter(unit, self._forward, "forward")
+
+        return pre_forward
+
+    def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                while self._active and self._active.pop() is not unit:
+                    pass  # a unit that ended by a caught exception
+                self._leave_forward()
+            outputs = [
+                leaf
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            if outputs:
+                torch.autograd.graph.register_multi_grad_hook(
+                    outputs, lambda grad: self._pre_backward(unit), mode="any"
+                )
+
+        return post_forward
+
+    def _grad_hook(self, bucket: Bucket, index: int, name: str) -> Callable[..., None]:
+        def take_grad(parameter: torch.Tensor) -> None:
+            if not self._in_backward:
+                self.stray = name
+                return
+            if bucket.take_grad(index):
+                self._release(bucket)
+                self.reducer.close(bucket)
+
+        return take_grad
+
+    # Forward #
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward whose saved views of sharded weights are kept by name, not by memory."""
+        self._active.clear()
+        if not self._storages:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        bucket = self._storages.get(tensor.untyped_storage()._cdata)
+        if bucket is None:
+            return tensor.detach()  # the tensor itself would be a reference cycle
+        return _SavedView(
+            bucket, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        )
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedView):
+            assert isinstance(saved, torch.Tensor)
+            return saved
+        # Inside a node that may read several buckets: gather, but release only between nodes.
+        self.use(saved.bucket)
+        full = saved.bucket.full.view(saved.dtype)  # the user may have saved its raw bits
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _leave_forward(self) -> None:
+        """Release what was used and isn't needed by a running unit or by the next one."""
+        following = next(self._forward.ahead(), None)
+        for bucket, used in list(self._used.items()):
+            unit = self._unit_of[id(bucket)]
+            wanted = unit in self._active or (unit is following and bool(self._active))
+            if not wanted and (used or not self._active):
+                self._release(bucket)
+
+    # Backward #
+
+    def begin_backward(self, reduces: bool) -> None:
+        """Prepare for gradients; `reduces` False only accumulates them on this rank."""
+        self._active.clear()
+        self._in_backward = True
+        self._current = None
+        self._backward.begin()
+        for unit in self.units:
+            unit.visits = 0
+        self.reducer.begin(reduces)
+
+    def end_backward(self) -> None:
+        """Post what is left of the gradients, and release everything."""
+        self._in_backward = False
+        self.reducer.flush()
+        self.release_all()
+
+    def _pre_backward(self, unit: Unit) -> None:
+        unit.visits += 1
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Move on to a unit. Called between autograd nodes only: nothing reads weights now."""
+        left = self._current
+        if unit is not left and unit is not self._root:
+            self._current = unit
+            for bucket, used in list(self._used.items()):
+                if used and self._unit_of[id(bucket)] not in (unit, self._root):
+                    self._release(bucket)
+            if left is not None and left.visits >= left.runs and self._in_backward:
+                for bucket in left.buckets:
+                    if bucket.trainable:
+                        self.reducer.close(bucket)
+        self._enter(unit, self._backward, "backward")
+
+    # Gather and release #
+
+    def _enter(self, unit: Unit, schedule: Schedule[Unit], phase: str) -> None:
+        schedule.visit(unit)
+        for bucket in unit.buckets:
+            self._gather(bucket)
+        self._prefetch(schedule)
+        for bucket in unit.buckets:
+            self.use(bucket, phase)
+
+    def _prefetch(self, schedule: Schedule[Unit]) -> None:
+        assert self._prefetch_numel is not None
+        room = self._prefetch_numel - sum(
+            bucket.layout.padded for bucket, used in self._used.items() if not used
+        )
+        for unit in schedule.ahead():
+            missing = [bucket for bucket in unit.buckets if not bucket.gathered]
+            room -= sum(bucket.layout.padded for bucket in missing)
+            if room < 0:
+                return
+            for bucket in missing:
+                self._gather(bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        if not bucket.gathered:
+            bucket.gather()
+            self._used[bucket] = False
+
+    def use(self, bucket: Bucket, phase: str = "use") -> None:
+        """Bring a bucket's weights here and wait for them."""
+        self._gather(bucket)
+        bucket.wait()
+        if bucket in self._used and not self._used[bucket]:
+            self._used[bucket] = True
+            self.uses.append(f"{bucket.name} in {phase}")
+
+    def _release(self, bucket: Bucket) -> None:
+        bucket.release()
+        if bucket.gathered:
+            return
+        self._used.pop(bucket, None)
+        if not bucket.free():
+            self._lingering.append(bucket)
+        self._lingering = [bucket for bucket in self._lingering if not bucket.free()]
+
+    def broadcast_full(
+        self, bucket: Bucket, root: int, before: torch.Tensor, params: Sequence[nn.Parameter]
+    ) -> None:
+        """Give all ranks the weights that `root` changed, restricted to the given parameters."""
+        changed = {id(parameter) for parameter in params}
+        for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True):
+            if id(parameter) not in changed:
+                place = slice(slot.start, slot.stop)
+                bucket.full[place].copy_(before[place])
+        payload = bucket.full.numel() * bucket.full.element_size()
+        cargo = Cargo("parameters", bucket.name, payload)
+        self._world.gathers.broadcast(cargo, bucket.full, root).result()
+        bucket.adopt(before)
+
+    def release_all(self) -> None:
+        """Release all buckets, foreseen ones too."""
+        for bucket in list(self._used):
+            self._release(bucket)
+
+    def end_step(self) -> None:
+        """Forget what belongs to this step."""
+        self.uses.clear()
+        self.reducer.end_step()
+        for unit in self.units:
+            unit.runs = 0
+
+    # Buffers #
+
+    def _broadcast_buffers(self) -> None:
+        """Give rank 0's buffers to all ranks: one message per dtype."""
+        buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self.model.buffers():
+            buffers.setdefault(buffer.dtype, []).append(buffer)
+        for same in buffers.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            self._world.broadcast(flat, "buffers")
+            start = 0
+            with torch.no_grad():
+                for buffer in same:
+                    values = flat[start : start + buffer.numel()].view_as(buffer)
+                    if self._world.rank != 0:
+                        buffer.copy_(values)
+                    start += buffer.numel()

@@ -1,0 +1,133 @@
+"""Bytes and traffic foretold from integers alone.
+
+[Note: what the formulas count]
+Per parameter and rank, with N ranks (ZeRO's counting for mixed-precision Adam, decimal units):
+
+    compute  gradients   stage 0   stage 1    stage 2    stage 3
+    16-bit   16-bit      16        4 + 12/N   2 + 14/N   16/N
+    16-bit   fp32        18        6 + 12/N   2 + 16/N   18/N
+    fp32     fp32        16        8 +  8/N   4 + 12/N   16/N
+
+Gradients are fp32 as soon as they accumulate over micro-steps. With fp32 compute the parameters
+are their own master weights, so that Adam's two moments are the only states. A frozen parameter
+has its weight and nothing else. Whatever a rank holds beyond these formulas is a buffer, and
+`buffer_bytes` says how large each buffer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+WIRE_BLOCK = 65536
+"""Elements that a reduction sums at a time, so that the running sum stays in the cache."""
+
+PREFETCHED = 2
+"""Buckets beside the root that are whole at the same time: the one in use and the one foreseen."""
+
+
+class BucketShape(NamedTuple):
+    """Describe one bucket by integers, for the formulas."""
+
+    name: str
+    numel: int  # elements of its parameters
+    padded: int  # the same with the padding that the layout adds, a multiple of the world size
+    trainable: bool
+    unit: str  # the module whose hooks gather it; "" is the root
+    item_bytes: int  # of the compute dtype
+
+
+class PerElement(NamedTuple):
+    """Give the bytes per element of each model state, before any sharding."""
+
+    params: int
+    grads: int
+    states: int
+
+
+def per_element(item_bytes: int, trainable: bool, accumulation: int) -> PerElement:
+    """Return the bytes that one element takes for its parameter, its gradient and Adam's states."""
+    if not trainable:
+        return PerElement(item_bytes, 0, 0)
+    grads = 4 if accumulation > 1 else item_bytes
+    master = 0 if item_bytes == 4 else 4
+    return PerElement(item_bytes, grads, master + 8)
+
+
+def state_bytes(
+    shapes: Iterable[BucketShape], stage: int, world: int, accumulation: int = 1
+) -> dict[str, int]:
+    """Return one rank's bytes of params, grads and states, padding not counted."""
+    return _states(((shape, shape.numel) for shape in shapes), stage, world, accumulation)
+
+
+def buffer_bytes(
+    shapes: Sequence[BucketShape], stage: int, world: int, accumulation: int = 1
+) -> int:
+    """Return one rank's bytes of padding, gathered parameters, reduction slots and wire staging."""
+    padded = _states(((shape, shape.padded) for shape in shapes), stage, world, accumulation)
+    exact = state_bytes(shapes, stage, world, accumulation)
+    padding = sum(padded.values()) - sum(exact.values())
+    gathered = _root_and_largest(shapes) if stage == 3 else 0
+    slots = _root_and_largest([s for s in shapes if s.trainable]) if stage >= 2 else 0
+    return padding + gathered + slots + wire_bytes(world)
+
+
+def wire_bytes(world: int) -> int:
+    """Return the staging memory of reductions: a piece from each rank, and two blocks to sum in."""
+    return world * wire_piece(world) + 2 * WIRE_BLOCK * 4
+
+
+def wire_piece(world: int) -> int:
+    """Return the bytes that a reduction receives from one peer at a time: 64 KiB to 1 MiB."""
+    return max(1 << 16, min(1 << 20, (1 << 23) // world) & -4096)
+
+
+def memory_formula(
+    shapes: Sequence[BucketShape], stage: int, world: int, accumulation: int = 1
+) -> dict[str, int]:
+    """Return one rank's bytes under `Engine.memory`'s keys: params, grads, states, buffers."""
+    return {
+        **state_bytes(shapes, stage, world, accumulation),
+        "buffers": buffer_bytes(shapes, stage, world, accumulation),
+    }
+
+
+def traffic_multiples(stage: int, backwards: int, item_bytes: int, accumulation: int = 1) -> int:
+    """Return the logical traffic of one step in multiples of the model's bytes.
+
+    Args:
+        stage: ZeRO's stage, 0 to 3.
+        backwards: backward passes of the whole step, all micro-steps together.
+        item_bytes: of the compute dtype.
+        accumulation: micro-steps per step; gradients add up in fp32 when there are several.
+    """
+    gradient = (4 if accumulation > 1 else item_bytes) // item_bytes
+    return {
+        0: 2 * gradient,  # an all-reduce is a reduce-scatter and an all-gather
+        1: gradient + 1,
+        2: backwards + 1,
+        3: 3 * backwards,
+    }[stage]
+
+
+def _states(
+    elements: Iterable[tuple[BucketShape, int]], stage: int, world: int, accumulation: int
+) -> dict[str, int]:
+    total = {"params": 0, "grads": 0, "states": 0}
+    for shape, numel in elements:
+        shard = -(-numel // world)
+        each = per_element(shape.item_bytes, shape.trainable, accumulation)
+        total["params"] += each.params * (shard if stage == 3 else numel)
+        total["grads"] += each.grads * (shard if stage >= 2 else numel)
+        total["states"] += each.states * (shard if stage >= 1 else numel)
+    return total
+
+
+def _root_and_largest(shapes: Iterable[BucketShape]) -> int:
+    """Return the whole bytes of the root's buckets and of the largest other units."""
+    units: dict[str, int] = {}
+    for shape in shapes:
+        units[shape.unit] = units.get(shape.unit, 0) + shape.padded * shape.item_bytes
+    root = units.pop("", 0)
+    return root + sum(sorted(units.values())[-PREFETCHED:])

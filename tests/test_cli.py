@@ -1,0 +1,195 @@
+"""The command line: flags, errors, and what a run writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import mpiexec
+
+from hpczero import cli, report
+from hpczero.train import Settings
+
+METRICS = ["step", "loss", "lr", "grad_norm", "skipped", "step_seconds", "tokens_per_second"]
+SUMMARY = [
+    "parameters", "ranks", "nodes", "stage", "dtype", "memory", "memory_by_rank", "memory_formula",
+    "traffic", "peak_pss", "peak_pss_by_rank", "loss_first", "loss_last", "versions",
+]  # fmt: skip
+STATES = ["params", "grads", "states", "buffers"]
+SMALL = "--layers 2 --hidden 64 --heads 2 --seq 16 --batch 2 --steps 3".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what `hpczero train` would run with the given flags."""
+
+    def parse(*flags: str | Path) -> Settings:
+        caught: list[Settings] = []
+        monkeypatch.setattr(cli, "train", lambda settings, world: caught.append(settings))
+        cli.main(["train", *map(str, flags)])
+        return caught[0]
+
+    return parse
+
+
+@pytest.fixture
+def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return what `hpczero` says when it refuses the given flags."""
+    monkeypatch.setattr(cli.watch, "release", lambda: None)
+
+    def refuse(*flags: str | Path) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*map(str, flags)])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    return refuse
+
+
+def test_defaults_are_stage_3_in_bf16(settings: Any) -> None:
+    found = settings()
+    assert found.config.zero_optimization.stage == 3
+    assert found.config.bf16.enabled
+    assert found.config.gradient_clipping == 1
+    assert found.config.optimizer.params.lr == 2e-3
+    assert found.config.train_micro_batch_size_per_gpu == cli.BATCH
+    assert found.model == cli.PRESETS[cli.MODEL]
+    assert (found.steps, found.out) == (cli.STEPS, Path("runs/default"))
+    assert found.progress
+
+
+def test_every_flag_arrives(settings: Any, tmp_path: Path) -> None:
+    flags = """--stage 1 --dtype fp32 --model small --layers 3 --hidden 96 --heads 3 --seq 64
+        --batch 5 --accumulate 2 --steps 7 --lr 0.5 --clip 0 --seed 9 --no-progress"""
+    found = settings(*flags.split(), "--data", tmp_path, "--out", tmp_path / "out")
+    assert found.config.zero_optimization.stage == 1
+    assert not found.config.bf16.enabled
+    assert found.config.train_batch_size == 10
+    assert found.config.accumulation == 2
+    assert found.config.gradient_clipping == 0
+    assert found.config.optimizer.params.lr == 0.5
+    assert found.config.optimizer.params.betas == (0.9, 0.95)
+    assert (found.model.layers, found.model.hidden, found.model.heads) == (3, 96, 3)
+    assert (found.model.seq, found.steps, found.seed) == (64, 7, 9)
+    assert (found.data, found.out, found.progress) == (tmp_path, tmp_path / "out", False)
+
+
+def test_a_config_file_stands_alone_and_flags_go_before_it(settings: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"eps": 1e-6}}})
+    )
+    alone = settings("--config", path).config
+    assert alone.zero_optimization.stage == 2
+    assert not alone.bf16.enabled
+    assert alone.gradient_clipping == 0
+    flags = settings("--config", path, "--stage", "1", "--lr", "0.25", "--dtype", "bf16").config
+    assert flags.zero_optimization.stage == 1
+    assert flags.bf16.enabled
+    assert (flags.optimizer.params.lr, flags.optimizer.params.eps) == (0.25, 1e-6)
+
+
+def test_errors_name_the_flag_what_was_found_and_the_cure(usage_error: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "ds.json"
+    bad.write_text('{"zero_optimisation": {"stage": 2}}')
+    for flags, texts in {
+        "train --stage 4": ["--stage", "4"],
+        "train --model smal": ["--model", "tiny", "found 'smal'", "did you mean 'small'?"],
+        "train --steps 0": ["--steps", "expected an integer from 1, found '0'"],
+        "train --lr nan": ["--lr", "expected a number from 0, found 'nan'"],
+        "train --hidden 100 --heads 3": ["hidden must be a multiple of heads", "100 % 3 = 1"],
+        "train --step 3": ["unrecognized arguments: --step"],  # no abbreviations
+        "": ["COMMAND"],
+        f"train --config {tmp_path / 'none'}": ["--config", "No such file"],
+        f"train --config {bad}": ["zero_optimisation", "did you mean 'zero_optimization'?"],
+        f"train --data {tmp_path / 'none'}": ["expected a text file or a folder", "found no"],
+    }.items():
+        error = usage_error(*flags.split())
+        assert error.startswith("usage: hpczero")
+        for text in texts:
+            assert text in error, (flags, error)
+
+
+def test_contradicting_batch_sizes_are_a_usage_error(usage_error: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 6}')
+    error = usage_error("train", "--config", path, "--batch", "4")
+    assert "train_batch_size 6" in error
+
+
+def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [list(line) for line in metrics] == [METRICS] * 3
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["skipped"] is False for line in metrics)
+    assert all(line["grad_norm"] > 0 and line["lr"] == 2e-3 for line in metrics)
+    assert all(line["step_seconds"] > 0 and line["tokens_per_second"] > 0 for line in metrics)
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert not (out / "summary.json.part").exists()
+    assert sorted(summary) == sorted(SUMMARY)
+    assert (summary["ranks"], summary["nodes"]) == (ranks, 1)
+    assert (summary["stage"], summary["dtype"]) == (stage, dtype)
+    assert summary["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (256 + 16 + 2) * 64
+    assert (summary["loss_first"], summary["loss_last"]) == (metrics[0]["loss"], metrics[2]["loss"])
+    assert summary["memory_by_rank"][0] == summary["memory"]
+    assert len(summary["memory_by_rank"]) == len(summary["peak_pss_by_rank"]) == ranks
+    for memory in (summary["memory_formula"], *summary["memory_by_rank"]):
+        assert list(memory) == STATES
+    for state in STATES[:3]:
+        assert summary["memory"][state] == pytest.approx(summary["memory_formula"][state], rel=0.01)
+    assert 0 < summary["memory"]["buffers"] <= 1.01 * summary["memory_formula"]["buffers"]
+    assert list(summary["traffic"]) == list(report.COLLECTIVES)
+    for line in summary["traffic"].values():
+        assert sorted(line) == ["bytes", "calls", "multiples", "sent"]
+    multiples = sum(line["multiples"] for line in summary["traffic"].values())
+    assert multiples == pytest.approx([2, 2, 2, 3][stage], rel=0.01)
+    assert summary["peak_pss"] == max(summary["peak_pss_by_rank"])
+    assert sorted(summary["versions"]) == ["hpczero", "mpi", "mpi4py", "numpy", "python", "torch"]
+
+
+def test_a_run_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["train", *SMALL, "--out", str(tmp_path)])
+    check_run(tmp_path, ranks=1, stage=3, dtype="bf16")
+    output = capsys.readouterr().out
+    assert "step 1/3  loss 5." in output
+    assert "plain data parallel" in output
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_run_on_two_ranks(tmp_path: Path, stage: int) -> None:
+    flags = ["--stage", str(stage), "--dtype", "fp32", "--no-progress"]
+    job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags, "--out", str(tmp_path))
+    assert job.returncode == 0, job.stdout
+    check_run(tmp_path, ranks=2, stage=stage, dtype="fp32")
+    assert "step 1/3" not in job.stdout
+    assert job.stdout.count("plain data parallel") == 1
+
+
+def test_a_usage_error_is_printed_once_and_ends_all_ranks(tmp_path: Path) -> None:
+    for flags in (["--model", "smal"], ["--data", str(tmp_path / "missing")]):
+        job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags, "--out", str(tmp_path / "out"))
+        assert job.returncode == 2
+        assert job.stdout.count("hpczero train: error:") == 1
+        assert "Traceback" not in job.stdout
+
+
+def test_json_has_no_nan() -> None:
+    step = report.Step(1, float("nan"), 0.1, float("inf"), False, 0.5, 2.0)
+    assert json.loads(report.to_json(step._asdict()))["loss"] is None
+    assert json.loads(report.to_json({"a": [float("nan"), 1 / 3]})) == {"a": [None, 1 / 3]}
+
+
+def test_the_import_of_hpczero_is_light() -> None:
+    heavy = ("h5py", "cupy", "rich", "hpczero.cli", "hpczero.train")
+    program = f"import hpczero, sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(json.loads(done.stdout.replace("'", '"')))
+    assert loaded <= {"argparse"}  # which torch may load

@@ -1,0 +1,336 @@
+"""The Engine against plain torch, and stage against stage bit for bit."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from models import Squared, TinyLM, feature_loss, features, lm_loss, tokens
+from mpi4py import MPI
+from reference import LR, assert_close, assert_same_bits, config, plain, train
+from torch import nn
+
+import hpczero
+from hpczero import sizing
+
+pytestmark = pytest.mark.mpi
+
+STAGES = [0, 1, 2, 3]
+SIZE = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_stage_equals_plain_torch(dtype: str, accumulation: int, clip: float) -> None:
+    runs = [train(TinyLM, lm_loss, config(stage, dtype, accumulation, clip)) for stage in STAGES]
+    if RANK == 0:
+        reference = plain(TinyLM, lm_loss, config(0, dtype, accumulation, clip), SIZE)
+        for run in runs:
+            assert_close(run, reference, half=dtype == "bf16")
+    if accumulation == 1:
+        assert_same_bits(runs)
+    assert_same_bits(runs[:2])
+    assert_same_bits(runs[2:])
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_both_optimizers(kind: str) -> None:
+    run = train(TinyLM, lm_loss, config(3, kind=kind))
+    if RANK == 0:
+        assert_close(run, plain(TinyLM, lm_loss, config(3, kind=kind), SIZE))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_recomputation_changes_nothing(recompute: str, dtype: str) -> None:
+    runs = [
+        train(lambda: TinyLM(recompute=recompute), lm_loss, config(stage, dtype))
+        for stage in STAGES
+    ]
+    assert_same_bits([train(TinyLM, lm_loss, config(0, dtype)), *runs])
+
+
+@pytest.mark.parametrize("prefetch", [0, 500, 10**9])
+def test_prefetch_changes_nothing(prefetch: int) -> None:
+    assert_same_bits([train(TinyLM, lm_loss, config(3, prefetch=p)) for p in ("auto", prefetch)])
+
+
+def test_world_of_one_rank_is_the_same_road() -> None:
+    runs = [train(TinyLM, lm_loss, config(stage), MPI.COMM_SELF) for stage in STAGES]
+    assert_same_bits(runs)
+    assert_close(runs[0], plain(TinyLM, lm_loss, config(0), 1)) if RANK == 0 else None
+
+
+# Several backwards #
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_several_backwards_in_a_micro_step(accumulation: int) -> None:
+    def run(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        engine = hpczero.Engine(TinyLM(), config(stage, accumulation=accumulation))
+        norms = []
+        for number in range(4):
+            for part in range(3):
+                engine.backward(engine(tokens(100 * number + 10 * part + RANK)) / 3)
+            engine.step()
+            norms.append(engine.grad_norm)
+        return norms, engine.full_state_dict()
+
+    runs = [run(stage) for stage in STAGES]
+    for one, other in (runs[:2], runs[2:]):
+        assert one[0] == other[0]
+        assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    for name, value in runs[0][1].items():
+        torch.testing.assert_close(value, runs[3][1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_losses_over_one_graph(stage: int) -> None:
+    def norm(split: bool) -> float:
+        torch.manual_seed(0)
+        engine = hpczero.Engine(TinyLM(), config(stage))
+        loss = engine(tokens(RANK))
+        if split:
+            engine.backward(loss * 0.25, retain_graph=True)
+            engine.backward(loss * 0.75)
+        else:
+            engine.backward(loss)
+        engine.step()
+        return engine.grad_norm
+
+    assert norm(split=True) == pytest.approx(norm(split=False), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_forwards_before_one_backward(stage: int) -> None:
+    torch.manual_seed(0)
+    engine = hpczero.Engine(TinyLM(), config(stage))
+    engine.backward((engine(tokens(RANK)) + engine(tokens(10 + RANK))) / 2)
+    engine.step()
+    torch.manual_seed(0)
+    model = TinyLM()
+    for rank in range(SIZE):
+        ((model(tokens(rank)) + model(tokens(10 + rank))) / 2 / SIZE).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+# Modes #
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_between_steps_changes_nothing(stage: int) -> None:
+    def run(evaluate: bool) -> list[float]:
+        torch.manual_seed(0)
+        engine = hpczero.Engine(TinyLM(), config(stage))
+        losses = []
+        for number in range(4):
+            if evaluate and number % 2:
+                engine.module.eval()
+                with torch.no_grad():
+                    for count in (1, 3):
+                        engine(tokens(number, count))
+                with torch.inference_mode():
+                    engine(tokens(number))
+                engine.module.train()
+            loss = engine(tokens(10 * number + RANK, count=1 + number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_may_evaluate_alone_where_parameters_are_replicated(stage: int) -> None:
+    engine = hpczero.Engine(TinyLM(), config(stage))
+    if RANK == 0:
+        engine.module.eval()
+        with torch.no_grad():
+            engine(tokens(0))
+        engine.module.train()
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+
+
+# Accounts #
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_is_the_formula(stage: int, dtype: str, accumulation: int) -> None:
+    engine = train(TinyLM, lm_loss, config(stage, dtype, accumulation)).engine
+    measured = engine.memory()
+    formula = sizing.memory_formula(engine.bucket_shapes(), stage, SIZE, accumulation)
+    for kind in ("params", "grads", "states"):  # ragged shards: equal on the mean of the ranks
+        mean = engine.world.mean(measured[kind])
+        assert mean == pytest.approx(formula[kind], abs=16 * len(engine.bucket_shapes()))
+    assert sum(measured[kind] for kind in formula) <= sum(formula.values())
+    assert measured["tier"]["device"] == {kind: measured[kind] for kind in formula}
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_traffic_is_the_formula(stage: int, dtype: str, accumulation: int, backwards: int) -> None:
+    engine = hpczero.Engine(TinyLM(), config(stage, dtype, accumulation))
+    for number in range(2 * accumulation):
+        for _ in range(backwards):
+            engine.backward(engine(tokens(number)))
+        engine.step()
+    traffic = engine.traffic()
+    expected = sizing.traffic_multiples(
+        stage, backwards * accumulation, 2 if dtype == "bf16" else 4, accumulation
+    )
+    if backwards > 1 and stage < 2:  # every backward of the last micro-step is reduced
+        gradient = 2 if dtype == "bf16" and accumulation > 1 else 1
+        expected += (backwards - 1) * gradient * (2 if stage == 0 else 1)
+    purposes = traffic["by_purpose"]
+    moved = purposes["parameters"]["multiples"] + purposes["gradients"]["multiples"]
+    assert moved == pytest.approx(expected, abs=1e-9)
+    assert traffic["multiples"] == pytest.approx(expected, abs=1e-9)
+    padded = sum(shape.padded * shape.item_bytes for shape in engine.bucket_shapes())
+    moved_bytes = purposes["parameters"]["sent"] + purposes["gradients"]["sent"]
+    assert moved_bytes == pytest.approx(expected * padded * (SIZE - 1) / SIZE, rel=1e-6)
+    assert purposes["buffers"]["calls"] == 0
+
+
+def test_two_thousand_steps_keep_memory_flat() -> None:
+    from hpczero.report import current_pss
+
+    engine = hpczero.Engine(Squared(nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 3))), config(3))
+    steps = 2000 if SIZE <= 2 else 400  # four ranks on two cores take their time
+    marks: list[tuple[int, int]] = []
+    for step in range(steps):
+        engine.backward(engine(features(RANK)))
+        engine.step()
+        if step in (steps // 4, steps - 1):
+            gc.collect()
+            objects = sum(1 for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+            marks.append((current_pss() or 0, objects))
+    assert marks[1][1] <= marks[0][1]
+    assert marks[1][0] - marks[0][0] < 4 << 20
+
+
+# Weights in and out #
+
+
+def test_rank_0_wins_at_the_start() -> None:
+    for stage in STAGES:
+        torch.manual_seed(RANK)
+        engine = hpczero.Engine(TinyLM(), config(stage))
+        state = engine.full_state_dict()
+        torch.manual_seed(0)
+        if RANK == 0:
+            assert all(torch.equal(state[n], v) for n, v in TinyLM().state_dict().items())
+        else:
+            assert state == {}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_parameters(stage: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    engine = hpczero.Engine(TinyLM(), config(stage, dtype))
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+    before = engine.full_state_dict()
+    weight, bias = engine.module.blocks[1].up.weight, engine.module.blocks[1].up.bias
+    root = SIZE - 1
+    with hpczero.GatheredParameters([weight]):  # looked at, changed for nothing
+        if RANK == 0:
+            assert torch.equal(
+                weight.float(), before["blocks.1.up.weight"].to(weight.dtype).float()
+            )
+        weight.data.zero_()
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    with hpczero.GatheredParameters([weight], modifier_rank=root):
+        if root == RANK:
+            weight.data[0, :5] = 3.0
+            bias.data.fill_(9.0)  # not listed: stays as it was
+    after = engine.full_state_dict()
+    if RANK == 0:
+        expected = before["blocks.1.up.weight"].clone()
+        expected[0, :5] = 3.0
+        # Where bits of the weight didn't change, the master keeps what bf16 can't say.
+        assert torch.equal(after["blocks.1.up.weight"], expected)
+        for name in before:
+            if name != "blocks.1.up.weight":
+                assert torch.equal(after[name], before[name]), name
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+    with hpczero.GatheredParameters(engine.module):
+        mine = weight.detach().float().sum().item()
+    assert engine.world.mean(mine) == pytest.approx(mine, rel=1e-6)
+
+
+def test_gathered_parameters_leaves_strangers_alone() -> None:
+    stranger = nn.Parameter(torch.ones(3))
+    with hpczero.GatheredParameters([stranger], modifier_rank=0):
+        stranger.data.zero_()
+    assert stranger.sum().item() == 0
+
+
+# Errors #
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bare_backward_is_named(stage: int) -> None:
+    engine = hpczero.Engine(TinyLM(), config(stage))
+    engine(tokens(0)).backward()
+    with pytest.raises(RuntimeError, match=r"engine.backward\(loss\) in place of loss.backward"):
+        engine.step()
+
+
+def test_a_step_without_backward_is_named() -> None:
+    engine = hpczero.Engine(TinyLM(), config(1))
+    with pytest.raises(RuntimeError, match=r"without an engine\.backward"):
+        engine.step()
+
+
+def test_models_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
+    if SIZE == 1:
+        pytest.skip("one rank agrees with itself")
+    blocks = 2 if RANK == 0 else 3
+    with pytest.raises(hpczero.Disagreement, match=r"blocks\.2\.norm\.weight"):
+        hpczero.Engine(TinyLM(blocks), config(3), world_comm)
+
+
+def test_configs_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
+    if SIZE == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(hpczero.Disagreement, match=r"differ in their model or config"):
+        hpczero.Engine(TinyLM(), config(2 if RANK == 0 else 3), world_comm)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"weight.*complex64"):
+        hpczero.Engine(nn.Linear(2, 2, dtype=torch.complex64), config(0))
+    with pytest.raises(NotImplementedError, match=r"weight.*meta"):
+        hpczero.Engine(nn.Linear(2, 2, device="meta"), config(0))
+
+
+def test_the_learning_rate_is_the_configs() -> None:
+    engine: Any = hpczero.Engine(TinyLM(), config(0))
+    assert engine.lr == LR
+    assert (engine.rank, engine.world_size, engine.device.type) == (RANK, SIZE, "cpu")
+    assert engine.parameters_count == sum(p.numel() for p in engine.module.parameters())
+
+
+def test_feature_models_agree_with_plain_torch() -> None:
+    def make() -> nn.Module:
+        return Squared(nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 5)))
+
+    runs = [train(make, feature_loss, config(stage)) for stage in STAGES]
+    assert_same_bits(runs)
+    if RANK == 0:
+        assert_close(runs[0], plain(make, feature_loss, config(0), SIZE))
