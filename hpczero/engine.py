@@ -283,6 +283,12 @@ class Engine:
                 "engine.backward(loss) in place of loss.backward(), so that gradients are reduced "
                 "over the ranks"
             )
+        held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
+        if held:
+            raise RuntimeError(
+                f"engine.step() inside GatheredParameters of {held[0]!r}: leaving the block would "
+                "overwrite the update; end the block first"
+            )
         ends_step = (self.micro_steps + 1) % self.config.accumulation == 0
         if ends_step and self._backwards == 0:
             raise RuntimeError(

@@ -297,6 +297,17 @@ def test_a_step_without_backward_is_named() -> None:
         engine.step()
 
 
+def test_a_step_inside_gathered_parameters_is_named() -> None:
+    engine = hpczero.Engine(TinyLM(), config(3))
+    engine.backward(engine(tokens(RANK)))
+    with (
+        hpczero.GatheredParameters(engine.module.norm),
+        pytest.raises(RuntimeError, match="inside GatheredParameters of 'root'"),
+    ):
+        engine.step()
+    engine.step()
+
+
 def test_models_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
     if SIZE == 1:
         pytest.skip("one rank agrees with itself")

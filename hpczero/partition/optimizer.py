@@ -37,7 +37,7 @@ class ShardedAdam:
         for bucket in self._buckets:
             for block in torch.split(bucket.own_gradient, NORM_BLOCK):
                 wide = block.to(torch.float64)
-                total += wide.mul_(wide).sum().item()
+                total += torch.mul(wide, wide).sum().item()
         return total
 
     def step(self, scale: float) -> None:
