@@ -183,16 +183,8 @@ def _notice_exit_codes() -> None:
     attributes = gc.get_referents(SystemExit.__dict__)[0]
     attributes["code"] = property(_read_code, _code.__set__, _code.__delete__, _code.__doc__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    if sys.version_info < (
-        3,
-        12,
-    ):  # there, C's sys.exit leaves no instance for the interpreter to read
-        original = sys.exit
+    if sys.version_info < (3, 12):  # its C code leaves no instance for the interpreter to read
         sys.exit = _exit
-        for module in list(sys.modules.values()):  # where `from sys import exit` came first
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                if value is original:
-                    setattr(module, name, _exit)
 
 
 def _exit(status: str | int | None = None, /) -> NoReturn:
