@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
 # The loss falls to half within two minutes on two cores, even without bf16 instructions.
 MODEL = "tiny"
 BATCH = 4
-STEPS = 300
+STEPS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> None:
