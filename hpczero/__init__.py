@@ -11,10 +11,29 @@ from hpczero.comm import watch as _watch
 
 _watch.install()  # before anything can fail on one rank only
 
+from hpczero import zero  # noqa: E402
 from hpczero.config import Config  # noqa: E402
-from hpczero.engine import Engine, GatheredParameters  # noqa: E402
-from hpczero.errors import ConfigError, Disagreement  # noqa: E402
+from hpczero.engine import Engine  # noqa: E402
+from hpczero.errors import ConfigError, Disagreement, Overflow  # noqa: E402
+from hpczero.initialize import (  # noqa: E402
+    add_config_arguments,
+    init_distributed,
+    initialize,
+)
+from hpczero.partition.gathered import GatheredParameters  # noqa: E402
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "ConfigError", "Disagreement", "Engine", "GatheredParameters", "__version__"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Disagreement",
+    "Engine",
+    "GatheredParameters",
+    "Overflow",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "zero",
+]

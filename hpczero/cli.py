@@ -15,6 +15,7 @@ from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.config import Config
 from hpczero.data import DataError
+from hpczero.doctor import doctor
 from hpczero.errors import ConfigError
 from hpczero.gpt import PRESETS, GPTConfig
 from hpczero.train import Settings, train
@@ -30,15 +31,22 @@ DEFAULTS: Mapping[str, Any] = {
 MODEL = "tiny"
 BATCH = 4
 STEPS = 200
+DTYPES = ("fp32", "bf16", "fp16")  # each but fp32 is a section of the config with `enabled`
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `hpczero`; all ranks call with the same arguments.
 
-    Usage errors are printed by rank 0 alone and end every rank with exit code 2.
+    Usage errors are printed by rank 0 alone and end every rank with exit code 2. The doctor ends
+    every rank with 1 after warnings, with 3 after errors.
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.command == "doctor":
+        if code := doctor(args.json):
+            watch.release()  # `doctor` has told all ranks
+            sys.exit(code)
+        return
     try:
         train(_settings(args), World.of())
     except (UsageError, ConfigError, DataError) as error:
@@ -56,6 +64,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         steps=args.steps,
         seed=args.seed,
         data=args.data,
+        vocabulary=args.vocab,
         out=args.out,
         progress=args.progress,
     )
@@ -78,7 +87,7 @@ def _config(args: argparse.Namespace) -> Config:
         except OSError as error:
             raise UsageError(f"--config: {error.strerror}: {str(args.config)!r}") from None
     flags = {
-        "bf16.enabled": None if args.dtype is None else args.dtype == "bf16",
+        **({f"{name}.enabled": args.dtype == name for name in DTYPES[1:]} if args.dtype else {}),
         "zero_optimization.stage": args.stage,
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulate,
@@ -106,18 +115,33 @@ def _with(config: Mapping[str, Any], path: Sequence[str], value: object) -> dict
 def _parser() -> _Parser:
     parser = _Parser(prog="hpczero", description="ZeRO over MPI.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    command = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="examine the machine and the job",
+        description="Examine MPI, ranks, cores, devices, shared memory and bandwidth: "
+        "mpiexec -n 4 hpczero doctor",
+        epilog="Exit code: 0 all well or notes only, 1 warnings, 3 errors, 2 usage.",
+    )
+    command.set_defaults(parser=command)
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser(
         "train",
         allow_abbrev=False,
-        help="train a byte-level GPT on text",
-        description="Train a byte-level GPT on text: mpiexec -n 4 hpczero train",
+        help="train a GPT on text or tokens",
+        description="Train a GPT on text or tokens: mpiexec -n 4 hpczero train",
         epilog="Without --config: stage 3, bf16, clip 1, lr 2e-3. With it, its keys and "
         "DeepSpeed's defaults hold. Flags go before both.",
     )
     command.set_defaults(parser=command)
     run = command.add_argument_group("the run")
     run.add_argument("--stage", type=int, choices=range(4), help="what is partitioned (3)")
-    run.add_argument("--dtype", choices=("fp32", "bf16"), help="of the computation (bf16)")
+    run.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16)")
     run.add_argument("--config", type=Path, metavar="JSON", help="a config in DeepSpeed's keys")
     run.add_argument("--batch", type=_at_least(1), help=f"samples per micro-batch, rank ({BATCH})")
     run.add_argument("--accumulate", type=_at_least(1), help="micro-steps per step (1)")
@@ -132,18 +156,23 @@ def _parser() -> _Parser:
     for name in ("layers", "hidden", "heads"):
         model.add_argument(f"--{name}", type=_at_least(1), help="instead of the model's")
     model.add_argument("--seq", type=_at_least(1), help="tokens per sample (the model's)")
+    model.add_argument(
+        "--vocab", type=_at_least(1), metavar="N",
+        help="tokens that the model knows (256 for text, else what --data needs, up to 64s)",
+    )  # fmt: skip
     files = command.add_argument_group("files")
     files.add_argument(
-        "--data", type=Path, help="a text file or a folder of them (Python's standard library)"
-    )
+        "--data", type=Path, metavar="PATH",
+        help="a text file or a folder of them (Python's standard library); x.bin: tokens in "
+        "uint16; x.h5[:DATASET]: integers",
+    )  # fmt: skip
     files.add_argument(
         "--out", type=Path, default=Path("runs/default"), metavar="DIR",
-        help="for metrics.jsonl and summary.json (runs/default)",
+        help="for metrics.jsonl, summary.json and loss.png (runs/default)",
     )  # fmt: skip
     files.add_argument(
         "--no-progress", dest="progress", action="store_false", help="print no line per step"
     )
-    return parser
 
 
 def _at_least(least: int) -> Callable[[str], int]:

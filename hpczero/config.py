@@ -2,79 +2,148 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from hpczero import schedules
 from hpczero.errors import ConfigError
+from hpczero.schema import (
+    Integer,
+    NotNegative,
+    Number,
+    Positive,
+    PositiveSize,
+    Section,
+    Size,
+    explain,
+)
 
 
-def _integral(value: object) -> object:
-    # Users write 5e8 for an integer, and JSON has no other way to say it shortly.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+class Bf16(Section):
+    """Compute in bf16, with float32 master weights."""
 
-
-Integer = Annotated[int, BeforeValidator(_integral)]
-Positive = Annotated[Integer, Field(ge=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Switch(_Section):
-    """Turn a feature on or off."""
-
+    path: ClassVar = "bf16"
     enabled: bool = False
 
 
-class ZeroOptimization(_Section):
-    """Choose what is partitioned."""
+class Fp16(Section):
+    """Compute in fp16 with a loss scale, by DeepSpeed's rules."""
 
+    path: ClassVar = "fp16"
+    enabled: bool = False
+    loss_scale: NotNegative = 0.0
+    """0 is dynamic."""
+    initial_scale_power: Annotated[Integer, Field(ge=0, le=126)] = 16
+    """The dynamic scale starts at 2 to this power."""
+    loss_scale_window: Positive = 1000
+    """Good steps until the dynamic scale doubles."""
+    hysteresis: Positive = 2
+    """Bad steps until the dynamic scale halves."""
+    consecutive_hysteresis: bool = False
+    """Restore the hysteresis after every good step."""
+    min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
+
+
+class DataTypes(Section):
+    """Choose dtypes that don't follow from fp16 or bf16."""
+
+    path: ClassVar = "data_types"
+
+
+class OffloadParam(Section):
+    """Say where parameters live: only on the device yet."""
+
+    path: ClassVar = "zero_optimization.offload_param"
+
+
+class OffloadOptimizer(Section):
+    """Say where optimizer states live: only on the device yet."""
+
+    path: ClassVar = "zero_optimization.offload_optimizer"
+
+
+class ZeroOptimization(Section):
+    """Choose what is partitioned, and how large messages and live parameters may be."""
+
+    path: ClassVar = "zero_optimization"
     stage: Annotated[Integer, Field(ge=0, le=3)] = 0
-    stage3_prefetch_bucket_size: Annotated[Integer, Field(ge=0)] | Literal["auto"] = "auto"
+    reduce_bucket_size: PositiveSize = "auto"
+    """Elements in a message of gradients."""
+    allgather_bucket_size: PositiveSize = "auto"
+    """Elements in a message of weights."""
+    sub_group_size: PositiveSize = "auto"
+    """Elements that the optimizer updates at a time."""
+    stage3_prefetch_bucket_size: Size = "auto"
     """Elements gathered ahead of use; 0 gathers on demand, "auto" is the largest bucket."""
+    stage3_param_persistence_threshold: Size = "auto"
+    """Parameters of fewer elements are never released; "auto" is none."""
+    stage3_model_persistence_threshold: Size = "auto"
+    """Elements that are never released, at most; "auto" is no limit."""
+    stage3_max_live_parameters: Size = "auto"
+    """Elements gathered at a time, at most; "auto" is what the prefetch needs."""
+    stage3_max_reuse_distance: Size = "auto"
+    """Keep parameters that are needed again within so many elements; "auto" is never."""
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 
 
-class AdamParams(_Section):
-    """Set Adam's constants; the defaults are torch's."""
+class Optimizer(Section):
+    """Choose the optimizer by DeepSpeed's or torch's name; building it checks the parameters."""
 
-    lr: Annotated[float, Field(ge=0)] = 1e-3
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
-    eps: Annotated[float, Field(ge=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """None is torch's default: 0.01 for AdamW, 0 for Adam."""
+    path: ClassVar = "optimizer"
+    type: str = "AdamW"
+    params: dict[str, Any] = Field(default_factory=dict)
 
-
-class Optimizer(_Section):
-    """Choose the optimizer."""
-
-    type: Literal["Adam", "AdamW"] = "AdamW"
-    params: AdamParams = AdamParams()
-
-    @property
-    def weight_decay(self) -> float:
-        """Return the weight decay in force."""
-        if self.params.weight_decay is not None:
-            return self.params.weight_decay
-        return 0.01 if self.type == "AdamW" else 0.0
+    @field_validator("params", mode="after")
+    @classmethod
+    def _without_auto(cls, params: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in params.items() if value not in (None, "auto")}
 
 
-class Config(_Section):
+class Scheduler(Section):
+    """Choose the schedule of the learning rate: DeepSpeed's five, or one of torch's."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Scheduler:
+        found = schedules.problems(self.type, self.params)
+        if found:
+            raise ConfigError(found)
+        return self
+
+
+class Checkpoint(Section):
+    """Accept what DeepSpeed's configs say about checkpoints."""
+
+    path: ClassVar = "checkpoint"
+
+
+class Config(Section):
     """Describe a training run in DeepSpeed's terms; `Config()` is stage 0 in fp32."""
 
+    path: ClassVar = ""
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
-    gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
-    bf16: Switch = Switch()
+    gradient_clipping: NotNegative = 0.0
+    """Largest norm of the gradient; 0 doesn't clip (DeepSpeed 0.19.8 clips at 1 by default)."""
+    dataloader_drop_last: bool = False
+    """Leave out the last batch of an epoch if it is smaller."""
+    fp16: Fp16 = Fp16()
+    bf16: Bf16 = Bf16()
+    data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer | None = None
+    """None is torch's AdamW, or the caller's."""
+    scheduler: Scheduler | None = None
+    checkpoint: Checkpoint = Checkpoint()
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:
@@ -90,10 +159,19 @@ class Config(_Section):
         if not isinstance(source, Mapping):
             origin = str(source)
             source = _read(Path(source))
+        given = dict(source)
+        if "bf16" not in given and "bfloat16" in given:  # its name in old configs
+            given["bf16"] = given.pop("bfloat16")
+        problems: list[str] = []
+        if _enabled(given, "fp16") and _enabled(given, "bf16"):
+            problems.append("fp16.enabled and bf16.enabled: both are true, set one to false")
         try:
-            return cls.model_validate(dict(source))
+            config = cls.model_validate(given)
         except ValidationError as error:
-            raise ConfigError([_explain(item) for item in error.errors()], origin) from None
+            problems += explain(error, cls)
+        if problems:
+            raise ConfigError(problems, origin)
+        return config
 
     def resolve(self, world_size: int) -> Config:
         """Return the Config with the batch arithmetic completed for this many ranks.
@@ -116,14 +194,7 @@ class Config(_Section):
             accumulation = accumulation or 1
             micro = micro or max(1, total // (accumulation * world_size))
         if total is not None and micro is not None and total != micro * accumulation * world_size:
-            product = micro * accumulation * world_size
-            raise ConfigError(
-                [
-                    f"train_batch_size {total} != train_micro_batch_size_per_gpu {micro} * "
-                    f"gradient_accumulation_steps {accumulation} * world size {world_size} "
-                    f"= {product}: leave one of the three out, or set train_batch_size to {product}"
-                ]
-            )
+            raise ConfigError([_contradiction(total, micro, accumulation, world_size)])
         return self.model_copy(
             update={
                 "train_batch_size": total,
@@ -133,45 +204,57 @@ class Config(_Section):
         )
 
     @property
+    def compute(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Return the dtype of compute."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
     def accumulation(self) -> int:
         """Return the number of micro-steps in a step."""
         return self.gradient_accumulation_steps or 1
 
 
+def _contradiction(total: int, micro: int, accumulation: int, world_size: int) -> str:
+    product = micro * accumulation * world_size
+    cures = [f"train_batch_size to {product}"]
+    if total % (micro * world_size) == 0:
+        cures.append(f"gradient_accumulation_steps to {total // (micro * world_size)}")
+    if total % (accumulation * world_size) == 0:
+        cures.append(f"train_micro_batch_size_per_gpu to {total // (accumulation * world_size)}")
+    return (
+        f"train_batch_size {total} != train_micro_batch_size_per_gpu {micro} * "
+        f"gradient_accumulation_steps {accumulation} * world size {world_size} "
+        f"= {product}: set {', or '.join(cures)}"
+    )
+
+
+def _enabled(given: Mapping[str, Any], key: str) -> bool:
+    section = given.get(key)
+    if isinstance(section, Fp16 | Bf16):
+        return section.enabled
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
 def _read(path: Path) -> Mapping[str, Any]:
-    text = path.read_text()
     try:
-        value = json.loads(text)
+        value = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError([f"expected JSON, found {error.msg} at {where}"], str(path)) from None
+    except ConfigError as error:
+        raise ConfigError(error.problems, str(path)) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8; a number of too many digits
+        raise ConfigError([f"expected JSON: {error}"], str(path)) from None
     if not isinstance(value, Mapping):
         raise ConfigError([f"expected a JSON object, found a {type(value).__name__}"], str(path))
     return value
 
 
-def _explain(item: Any) -> str:
-    # A union's branch names ("int", "literal['auto']") are pydantic's, not the user's.
-    location = [part for part in item["loc"] if not _is_branch(part)]
-    path = ".".join(str(part) for part in location)
-    if item["type"] != "extra_forbidden":
-        return f"{path}: {item['msg']}, found {item['input']!r}"
-    keys = list(_section(location[:-1]).model_fields)
-    close = difflib.get_close_matches(str(location[-1]), keys, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(keys)}"
-    return f"unknown key {path!r}: {hint}"
-
-
-def _is_branch(part: object) -> bool:
-    return isinstance(part, str) and (
-        part.startswith(("constrained-", "function-", "literal[")) or part in ("int", "float")
-    )
-
-
-def _section(path: list[Any]) -> type[BaseModel]:
-    section: type[BaseModel] = Config
-    for key in path:
-        annotation = section.model_fields[key].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    return section
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ConfigError([f"key {key!r} appears twice in one object" for key in twice])
+    return dict(pairs)

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import logging
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from hpczero import schedules
 from hpczero.comm import watch
-from hpczero.comm.collectives import Count
-from hpczero.comm.courier import ranks_text
+from hpczero.comm.collectives import Count, tabulate
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import Comm, World
 from hpczero.config import Config
-from hpczero.errors import Disagreement
+from hpczero.errors import Overflow
+from hpczero.optimizers import Groups, Source, from_config
+from hpczero.partition import agreement
 from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.bucket import Bucket
-from hpczero.partition.grouping import ROOT, group, parameter_names
-from hpczero.partition.hooks import Member, Runtime, Unit
-from hpczero.partition.optimizer import ShardedAdam, clip_scale
+from hpczero.partition.grouping import ROOT, group
+from hpczero.partition.hooks import Runtime, Unit
+from hpczero.partition.optimizer import ShardedOptimizer, clip_scale
 from hpczero.partition.precision import Precision
-from hpczero.partition.tensor import OWNERS
 from hpczero.plan import Plan
 from hpczero.sizing import BucketShape, wire_bytes
 
 _RECORD = struct.Struct("dq16s")
+
+log = logging.getLogger("hpczero")
+
+Schedule = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 class Engine:
@@ -56,6 +64,10 @@ class Engine:
         model: nn.Module,
         config: Config | Mapping[str, Any] | str | PathLike[str],
         comm: Comm | None = None,
+        *,
+        optimizer: Source | None = None,
+        model_parameters: Groups | None = None,
+        lr_scheduler: Schedule | None = None,
     ) -> None:
         config = Config.load(config)
         self.world = World.of(comm)
@@ -67,23 +79,31 @@ class Engine:
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
         self.micro_steps = 0
         self.global_steps = 0
+        """Steps ended, skipped ones too."""
+        self.skipped_steps = 0
+        """Steps whose update was skipped because a gradient wasn't finite (fp16)."""
         self._backwards = 0
-        self._precision = Precision(
-            torch.bfloat16 if self.config.bf16.enabled else None, self.config.accumulation
-        )
-        self._check_agreement()
+        self._precision = Precision.of(self.config)
+        self._scaler = self._precision.scaler
+        settings = f"config: {self.config!r}"
+        agreement.compare(self.world, "model or config", [settings, *agreement.describe(model)])
+        source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._ledger = Ledger()
         self._ledger.add("buffers", wire_bytes(self.world.size))
         self._traffic: dict[tuple[str, str], Count] = {}
-        self._names = parameter_names(model)
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         prefetch = self.config.zero_optimization.stage3_prefetch_bucket_size
         self._runtime = Runtime(
             model, self._units, self.world, None if prefetch == "auto" else prefetch
         )
-        self._optimizer = ShardedAdam(self.config.optimizer, buckets)
+        self._optimizer = ShardedOptimizer(source, groups, buckets)
+        self.optimizer = self._optimizer.inner
+        """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
+        self.lr_scheduler = self._schedule(lr_scheduler)
+        """Advanced by every step that isn't skipped."""
+        self._syncs = True
         self.world.traffic.take()  # what building cost belongs to no step
         self._ledger.mark()
         self._ledger.mark()
@@ -96,15 +116,18 @@ class Engine:
         with self._runtime.forward():
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Run the backward of `loss` divided by the accumulation, and return that scaled loss.
 
         All ranks call. Reduces gradients in every call where they are sharded, else in those of the
         micro-step that ends the step; posts reductions while backward still runs.
+        `scale_wrt_gas=False` doesn't divide.
         """
-        scaled = loss / self.config.accumulation
+        scaled = loss / self.config.accumulation if scale_wrt_gas else loss
         self._runtime.begin_backward(self._reduces)
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._runtime.end_backward()
         self._backwards += 1
         return scaled.detach()
@@ -129,20 +152,32 @@ class Engine:
         if any(late):
             self._runtime.reducer.reduce_late(late)
             norm, _ = self._exchange()
-        # 2. The update of what this rank owns.
-        self.grad_norm = norm
-        self._optimizer.step(clip_scale(norm, self.config.gradient_clipping))
+        # 2. The update of what this rank owns, unless fp16 overflowed anywhere.
+        scale = self.loss_scale
+        self.grad_norm = norm / scale
+        if self._overflowed(norm):
+            self._end_step()
+            return
+        clip = clip_scale(self.grad_norm, self.config.gradient_clipping)
+        self._optimizer.step(clip / scale)
         # 3. New weights reach whoever keeps a copy.
         publishing = [bucket.publish() for bucket in self._runtime.buckets if bucket.trainable]
         for future in publishing:
             if future is not None:
                 future.result()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         self._end_step()
 
     @property
     def lr(self) -> float:
-        """Return the learning rate of the next update."""
-        return self._optimizer.lr
+        """Return the learning rate of the next update (of the first parameter group)."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on the loss in backward: 1 unless compute is fp16."""
+        return self._scaler.scale if self._scaler else 1.0
 
     @property
     def rank(self) -> int:
@@ -154,7 +189,98 @@ class Engine:
         """Return the number of ranks."""
         return self.world.size
 
+    # DeepSpeed's names #
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only: backwards inside the block reduce nothing.
+
+        Raises:
+            RuntimeError: gradients are sharded (stages 2 and 3), so each backward must reduce.
+        """
+        if self.plan.grads.scope != "none":
+            raise RuntimeError(
+                "no_sync() needs whole gradients on every rank, but stages 2 and 3 shard them: use "
+                "stage 0 or 1, or gradient_accumulation_steps"
+            )
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    @property
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return this process's rank on its node."""
+        return self.world.local_rank
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the coming `step` updates the weights."""
+        return (self.micro_steps + 1) % self.config.accumulation == 0
+
+    def get_global_grad_norm(self) -> float:
+        """Return the gradient norm of the last step, before clipping."""
+        return self.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int | None:
+        """Return the samples of a step over all ranks, None where the config doesn't say."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Return the samples of a micro-step on one rank, None where the config doesn't say."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of a step."""
+        return self.config.accumulation
+
     # Looking at the state #
+
+    def full_grads(self) -> dict[str, torch.Tensor]:
+        """Return the reduced float32 gradients by name on rank 0, {} elsewhere.
+
+        All ranks call, between `backward` and the `step` that updates. Costs one collective per
+        bucket, and on rank 0 the float32 model.
+
+        Raises:
+            RuntimeError: there is no backward since the last update.
+        """
+        if self._backwards == 0:
+            raise RuntimeError("full_grads() without an engine.backward() since the last update")
+        self._runtime.reducer.finish()
+        grads: dict[str, torch.Tensor] = {}
+        for bucket in self._runtime.buckets:
+            if bucket.trainable:
+                full = bucket.collect(bucket.gradient, "full_grads")
+                for name, values in bucket.named(full):
+                    grads[name] = values.to(torch.float32, copy=True).div_(self.loss_scale)
+        return grads
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state by parameter name on rank 0, {} elsewhere.
+
+        All ranks call. Tensors have the parameter's shape. Costs one collective per bucket and kind
+        of state, and on rank 0 what it returns.
+        """
+        return self._optimizer.full_state()
 
     @property
     def parameters_count(self) -> int:
@@ -167,21 +293,13 @@ class Engine:
         All ranks call. Costs one collective per bucket, and on rank 0 the float32 model.
         """
         state: dict[str, torch.Tensor] = {}
-        where = {
-            id(parameter): (bucket, index)
-            for bucket in self._runtime.buckets
-            for index, parameter in enumerate(bucket.params)
-        }
         values: dict[int, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
-            full = bucket.master_full(lambda numel, dtype: torch.empty(numel, dtype=dtype))
-            if full is not None:
-                for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True):
-                    master = full[slot.start : slot.stop].view(slot.shape)
-                    values[id(parameter)] = _widened(master)
+            full = bucket.collect(bucket.master if bucket.trainable else bucket.shard, "state_dict")
+            masters = [_widened(master) for _, master in bucket.named(full)]
+            values.update(zip(map(id, bucket.params), masters, strict=False))
         if self.rank != 0:
             return {}
-        assert values.keys() == where.keys()
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for name, parameter in module._parameters.items():
@@ -208,23 +326,7 @@ class Engine:
         `sent` are those that MPI moved, per rank.
         """
         model = sum(b.layout.numel * b.dtype.itemsize for b in self._runtime.buckets)
-
-        def line(counts: list[Count]) -> dict[str, float]:
-            total = sum(counts, Count(0, 0, 0))
-            return {**total._asdict(), "multiples": total.bytes / model if model else 0.0}
-
-        def by(index: int, keys: Sequence[str]) -> dict[str, dict[str, float]]:
-            found = sorted({key[index] for key in self._traffic} - set(keys))
-            return {
-                name: line([n for key, n in self._traffic.items() if key[index] == name])
-                for name in [*keys, *found]
-            }
-
-        return {
-            **line(list(self._traffic.values())),
-            "by_collective": by(0, ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]),
-            "by_purpose": by(1, ["parameters", "gradients", "buffers", "exchange"]),
-        }
+        return tabulate(self._traffic, model)
 
     def bucket_shapes(self) -> list[BucketShape]:
         """Return the integers that the formulas of `sizing` need."""
@@ -245,8 +347,14 @@ class Engine:
 
     @property
     def _reduces(self) -> bool:
-        ends_step = (self.micro_steps + 1) % self.config.accumulation == 0
-        return self.plan.grads.scope != "none" or ends_step
+        at_boundary = self._syncs and self.is_gradient_accumulation_boundary()
+        return self.plan.grads.scope != "none" or at_boundary
+
+    def _schedule(self, given: Schedule | None) -> Any:
+        if given is None and self.config.scheduler is not None:
+            scheduler = self.config.scheduler
+            return schedules.build(scheduler.type, scheduler.params, self.optimizer)
+        return given if given is None or hasattr(given, "step") else given(self.optimizer)
 
     def _build_units(self) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
@@ -258,22 +366,6 @@ class Engine:
             bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena)
             unit.buckets.append(bucket)
         return list(units.values())
-
-    def _check_agreement(self) -> None:
-        """Compare model and config over the ranks before anything is built."""
-        mine = [f"config: {self.config.model_dump_json()}"]
-        mine += [
-            f"parameter {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
-            for name, p in self.module.named_parameters()
-        ]
-        mine += [
-            f"buffer {n!r}: {tuple(b.shape)}, {b.dtype}" for n, b in self.module.named_buffers()
-        ]
-        digest = hashlib.blake2b("\n".join(mine).encode()).digest()
-        cargo = Cargo("exchange", "model", 0)
-        digests = self.world.gathers.exchange(cargo, digest).result()
-        if len(set(digests)) > 1:
-            self._raise_difference("model or config", mine)
 
     def _check_backward(self) -> None:
         stray = self._runtime.stray
@@ -289,8 +381,9 @@ class Engine:
                 f"engine.step() inside GatheredParameters of {held[0]!r}: leaving the block would "
                 "overwrite the update; end the block first"
             )
-        ends_step = (self.micro_steps + 1) % self.config.accumulation == 0
-        if ends_step and self._backwards == 0:
+        if not self._syncs:
+            raise RuntimeError("engine.step() inside engine.no_sync(): end the block first")
+        if self.is_gradient_accumulation_boundary() and self._backwards == 0:
             raise RuntimeError(
                 f"engine.step() at micro-step {self.micro_steps + 1} without an engine.backward() "
                 "since the last update: there is no gradient to step with"
@@ -301,38 +394,54 @@ class Engine:
 
         The one exchange of a step (design: norms, signatures of gathers, late gradients).
         """
-        uses = hashlib.blake2b("\n".join(self._runtime.uses).encode(), digest_size=16).digest()
-        record = _RECORD.pack(self._optimizer.norm_squared(), self.micro_steps, uses)
+        uses = self._runtime.uses
+        record = _RECORD.pack(
+            self._optimizer.norm_squared(), self.micro_steps, agreement.digest(uses)
+        )
         late = bytes(self._runtime.reducer.late())
         cargo = Cargo("exchange", "step", 0)
         records = self.world.reductions.exchange(cargo, record + late).result()
         fields = [_RECORD.unpack_from(other) for other in records]
+        where = f"step {self.global_steps + 1}, "
         if len({micro_steps for _, micro_steps, _ in fields}) > 1:
-            self._raise_difference("micro-steps", [f"micro-step {self.micro_steps}"])
-        if len({digest for _, _, digest in fields}) > 1:
-            self._raise_difference("modules that ran", self._runtime.uses)
+            mine = [f"micro-step {self.micro_steps}"]
+            agreement.raise_difference(self.world, "micro-steps", mine, where)
+        if len({used for _, _, used in fields}) > 1:
+            agreement.raise_difference(self.world, "modules that ran", uses, where)
         total = 0.0
         for norm_squared, _, _ in fields:
             total += norm_squared
         flags = [any(column) for column in zip(*(r[_RECORD.size :] for r in records), strict=True)]
         return total**0.5, flags
 
-    def _raise_difference(self, what: str, mine: Sequence[str]) -> None:
-        """Name the first line in which ranks differ; all ranks come here together."""
-        everyone = self.world.reductions.exchange_objects(what, list(mine)).result()
-        length = max(len(lines) for lines in everyone)
-        for index in range(length):
-            at = [lines[index] if index < len(lines) else "nothing more" for lines in everyone]
-            if len(set(at)) > 1:
-                break
-        groups: dict[str, list[int]] = {}
-        for rank, line in enumerate(at):
-            groups.setdefault(line, []).append(rank)
-        found = "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in groups.items())
-        raise Disagreement(
-            f"the ranks differ in their {what} (step {self.global_steps + 1}, entry {index + 1}):\n"
-            f"{found}\nall ranks must build the same model and run the same modules in one order"
+    def _overflowed(self, norm: float) -> bool:
+        """Update the loss scale; tell whether this step must be skipped, on all ranks alike.
+
+        Raises:
+            Overflow: on all ranks, where the loss scale can't shrink any further.
+        """
+        if self._scaler is None:
+            return False
+        before, overflow = self._scaler.scale, not math.isfinite(norm)
+        survives = self._scaler.update(overflow)
+        if not overflow:
+            return False
+        self.skipped_steps += 1
+        culprits = self.world.reductions.exchange_objects(
+            "culprit", self._optimizer.first_not_finite()
+        ).result()
+        _, rank, name = min(
+            (found[0], rank, found[1]) for rank, found in enumerate(culprits) if found is not None
         )
+        message = (
+            f"step {self.global_steps + 1}: the gradient of {name!r} isn't finite (shard of rank "
+            f"{rank}); skipped on all ranks, loss scale {before:g} -> {self._scaler.scale:g}"
+        )
+        if not survives:
+            raise Overflow(f"{message}: it is at its minimum and can't shrink further")
+        if self.rank == 0:
+            log.warning(message)
+        return True
 
     def _end_step(self) -> None:
         self.global_steps += 1
@@ -341,65 +450,6 @@ class Engine:
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
         watch.here(step=self.global_steps + 1)
-
-
-class GatheredParameters:
-    """Make the whole weights of partitioned parameters available inside a `with` block.
-
-    All ranks enter and leave together. Costs an all-gather and two copies of the buckets in which
-    the parameters lie. With `modifier_rank` the changes that this rank made to them are broadcast
-    and kept, and masters change only where bits of the weights did; with None changes are
-    discarded. Parameters that no engine partitions are left alone.
-
-    Args:
-        params: parameters, or a module for all of its parameters.
-        modifier_rank: the rank whose changes are kept.
-        enabled: False does nothing.
-    """
-
-    def __init__(
-        self,
-        params: nn.Module | nn.Parameter | Sequence[nn.Parameter],
-        modifier_rank: int | None = None,
-        enabled: bool = True,
-    ) -> None:
-        if isinstance(params, nn.Module):
-            params = list(params.parameters())
-        elif isinstance(params, nn.Parameter):
-            params = [params]
-        self._members: dict[int, list[nn.Parameter]] = {}
-        self._runtimes: dict[int, tuple[Bucket, Runtime]] = {}
-        self._modifier_rank = modifier_rank
-        for parameter in params if enabled else []:
-            member: Member | None = OWNERS.get(parameter)  # type: ignore[no-untyped-call]
-            if member is not None:
-                self._members.setdefault(id(member.bucket), []).append(parameter)
-                self._runtimes[id(member.bucket)] = (member.bucket, member.runtime)
-        self._before: dict[int, torch.Tensor] = {}
-
-    def __enter__(self) -> None:
-        """Gather."""
-        for key, (bucket, runtime) in self._runtimes.items():
-            bucket.held += 1
-            runtime.use(bucket)
-            self._before[key] = bucket.full.clone()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Keep the modifier's changes, or discard all, and release."""
-        for key, (bucket, runtime) in self._runtimes.items():
-            before = self._before.pop(key)
-            if error is None and self._modifier_rank is not None:
-                runtime.broadcast_full(bucket, self._modifier_rank, before, self._members[key])
-            else:
-                bucket.full.copy_(before)
-            bucket.held -= 1
-            if not runtime.running:
-                runtime.release_all()
 
 
 def _device(model: nn.Module) -> torch.device:

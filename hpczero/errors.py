@@ -15,6 +15,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
+class Overflow(FloatingPointError):
+    """Report that fp16 overflows at the smallest loss scale; raised alike on all ranks."""
+
+    reporter = 0
+
+
 class Disagreement(RuntimeError):
     """Report that ranks don't do the same; raised alike on all ranks, printed by the reporter."""
 

@@ -1,4 +1,4 @@
-"""A byte-level GPT, small enough to read in one sitting.
+"""A GPT, small enough to read in one sitting.
 
 Pre-norm blocks, causal attention, learned positions, one matrix for embedding and head.
 """
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY = 256  # bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -24,12 +22,14 @@ class GPTConfig:
     heads: int
     seq: int
     """The longest sequence, which the learned positions cover."""
+    vocabulary: int = 256
+    """Tokens; a text has its bytes."""
     bias: bool = True
     """Whether linear layers and norms have biases."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention fits."""
-        for name in ("layers", "hidden", "heads", "seq"):
+        for name in ("layers", "hidden", "heads", "seq", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.hidden % self.heads:
@@ -49,7 +49,7 @@ PRESETS = {
 
 
 class GPT(nn.Module):
-    """Predict the next byte; the same seed gives the same weights on every rank.
+    """Predict the next token; the same seed gives the same weights on every rank.
 
     Args:
         config: the shape.
@@ -59,11 +59,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(VOCABULARY, config.hidden)
+        self.embed = nn.Embedding(config.vocabulary, config.hidden)
         self.position = nn.Embedding(config.seq, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, bias=config.bias)
-        self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         self.head.weight = self.embed.weight
         self._initialise(torch.Generator().manual_seed(seed))
 

@@ -7,11 +7,12 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 import hpczero
 from hpczero import sizing
@@ -130,13 +131,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def summarise(engine: Engine, out: Path, losses: list[float], pss: PeakPss) -> None:
+def summarise(engine: Engine, out: Path, steps: Sequence[Step], pss: PeakPss) -> None:
     """Write summary.json and print the closing table, on rank 0; all ranks call."""
     mine = {"memory": {key: engine.memory()[key] for key in STATES}, "pss": pss.peak}
     ranks = engine.world.gather_objects(mine)
     if ranks is None:
         return
-    summary = _summary(engine, losses, ranks)
+    summary = _summary(engine, steps, ranks)
     # By rename, so that whoever waits for the file never reads half of it.
     part = out / "summary.json.part"
     part.write_text(to_json(summary, indent=2) + "\n")
@@ -144,7 +145,7 @@ def summarise(engine: Engine, out: Path, losses: list[float], pss: PeakPss) -> N
     _print_tables(summary, _formula(engine, stage=0))
 
 
-def _summary(engine: Engine, losses: list[float], ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
     stage = engine.config.zero_optimization.stage
     peaks = [rank["pss"] for rank in ranks]
     traffic = engine.traffic()["by_collective"]
@@ -153,15 +154,15 @@ def _summary(engine: Engine, losses: list[float], ranks: list[dict[str, Any]]) -
         "ranks": engine.world_size,
         "nodes": engine.world.nodes,
         "stage": stage,
-        "dtype": "bf16" if engine.config.bf16.enabled else "fp32",
+        "dtype": engine.config.compute,
         "memory": ranks[0]["memory"],
         "memory_by_rank": [rank["memory"] for rank in ranks],
         "memory_formula": _formula(engine, stage),
         "traffic": {name: traffic[name] for name in COLLECTIVES},
         "peak_pss": max((peak for peak in peaks if peak is not None), default=None),
         "peak_pss_by_rank": peaks,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
+        "loss_first": steps[0].loss,
+        "loss_last": steps[-1].loss,
         "versions": {
             "python": platform.python_version(),
             "hpczero": hpczero.__version__,
@@ -169,6 +170,34 @@ def _summary(engine: Engine, losses: list[float], ranks: list[dict[str, Any]]) -
             "mpi": engine.world.library,
         },
     }
+
+
+def draw(path: Path, steps: Sequence[Step]) -> None:
+    """Draw loss and learning rate over the steps; without matplotlib, say so in a line."""
+    try:
+        # Not pyplot: no global state, and no window system is looked for.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        print(f"no {path.name}: {error} (pip install matplotlib)", flush=True)
+        return
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, lr = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    numbers = [step.step for step in steps]
+    style: dict[str, Any] = {"linewidth": 1.2, "marker": "." if len(steps) < 50 else None}
+    loss.plot(numbers, [step.loss for step in steps], color="tab:blue", **style)
+    lr.plot(numbers, [step.lr for step in steps], color="tab:gray", **style)
+    lr.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useOffset=False)
+    lr.xaxis.get_major_locator().set_params(integer=True)
+    lr.set_ylim(bottom=0)
+    loss.set_ylabel("loss")
+    lr.set_ylabel("learning rate")
+    lr.set_xlabel("step")
+    for axes in (loss, lr):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
 
 
 def _formula(engine: Engine, stage: int) -> dict[str, int]:
@@ -201,41 +230,72 @@ def _bar() -> Progress:
     )
 
 
-def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    *,
+    justify: Literal["left", "right"] = "right",
+) -> None:
+    """Print a table; `justify` is of all columns but the first, and a row None draws a line."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(force_terminal=_on_terminal(), highlight=False)
+    table = Table(columns[0], title=title, title_justify="left")
+    for name in columns[1:]:
+        table.add_column(name, justify=justify, overflow="fold")
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*map(Text, row))
+    Console(force_terminal=_on_terminal(), highlight=False).print(table)
+
+
+def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:
     largest = max(summary["memory_by_rank"], key=lambda memory: sum(memory.values()))
-    memory = Table("MB", title=f"Memory of the fullest of {summary['ranks']} ranks")
     columns = {
         f"stage {summary['stage']}, measured": largest,
         "formula": summary["memory_formula"],
         "plain data parallel": plain,
     }
-    for name in columns:
-        memory.add_column(name, justify="right")
-    for state in STATES:
-        memory.add_row(state, *(_megabytes(column[state]) for column in columns.values()))
-    memory.add_section()
-    memory.add_row("all", *(_megabytes(sum(column.values())) for column in columns.values()))
-    console.print(memory)
-
-    traffic = Table("per step", title="Traffic in multiples of the model")
-    for name in ("calls", "multiples", "MB", "MB sent"):
-        traffic.add_column(name, justify="right")
-    total = 0.0
-    for name, row in summary["traffic"].items():
-        total += row["multiples"]
-        sizes = (_megabytes(row["bytes"]), _megabytes(row["sent"]))
-        traffic.add_row(name, str(row["calls"]), f"{row['multiples']:.2f}", *sizes)
-    traffic.add_section()
-    traffic.add_row("all", "", f"{total:.2f}")
-    console.print(traffic)
+    show_table(
+        f"Memory of the fullest of {summary['ranks']} ranks",
+        ["MB", *columns],
+        [
+            *(
+                (state, *(_megabytes(column[state]) for column in columns.values()))
+                for state in STATES
+            ),
+            None,
+            ("all", *(_megabytes(sum(column.values())) for column in columns.values())),
+        ],
+    )
+    traffic = summary["traffic"]
+    total = sum(row["multiples"] for row in traffic.values())
+    show_table(
+        "Traffic in multiples of the model",
+        ["per step", "calls", "multiples", "MB", "MB sent"],
+        [
+            *(
+                (
+                    name,
+                    str(row["calls"]),
+                    f"{row['multiples']:.2f}",
+                    _megabytes(row["bytes"]),
+                    _megabytes(row["sent"]),
+                )
+                for name, row in traffic.items()
+            ),
+            None,
+            ("all", "", f"{total:.2f}", "", ""),
+        ],
+    )
     first, last = summary["loss_first"], summary["loss_last"]
     peak = summary["peak_pss"]
     pss = "" if peak is None else f", peak PSS {_megabytes(peak)} MB per rank"
-    console.print(f"{summary['parameters']:,} parameters, loss {first:.4f} -> {last:.4f}{pss}")
+    print(f"{summary['parameters']:,} parameters, loss {first:.4f} -> {last:.4f}{pss}", flush=True)
 
 
 def _megabytes(count: int) -> str:

@@ -1,9 +1,10 @@
-"""Train a byte-level GPT: the loop of the main job.
+"""Train a GPT on bytes or tokens: the loop of the main job.
 
     hpczero train                                        # one rank
     mpiexec -n 4 hpczero train                           # stage 3 in bf16 on four
     mpiexec -n 4 hpczero train --stage 1 --dtype fp32 --model small --accumulate 4
     srun -n 8 hpczero train --config ds.json --data corpus/
+    srun -n 8 hpczero train --data train.bin             # nanoGPT's tokens; or train.h5:tokens
 
 Everything that a training script of yours needs is in `train` below.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from hpczero.comm.world import World
 from hpczero.config import Config
 from hpczero.engine import Engine
 from hpczero.gpt import GPT, GPTConfig
-from hpczero.report import Journal, PeakPss, Step, summarise
+from hpczero.report import Journal, PeakPss, Step, draw, summarise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,59 +36,63 @@ class Settings:
     steps: int
     seed: int
     data: Path | None
+    vocabulary: int | None
+    """Tokens that the model knows; None asks the data."""
     out: Path
     progress: bool
 
 
 def train(settings: Settings, world: World) -> None:
-    """Train, writing metrics.jsonl and summary.json; all ranks call.
+    """Train, writing metrics.jsonl, summary.json and loss.png; all ranks call.
 
     Raises:
-        DataError: the text is missing, empty or too short; on all ranks alike.
+        DataError: the data is missing, empty or too short; on all ranks alike.
     """
     share_cores(world)
     batch = settings.config.train_micro_batch_size_per_gpu
     accumulation = settings.config.accumulation
     assert batch is not None
-    text = data.load(settings.data, world)
-    batches = data.Batches(text, seq=settings.model.seq, batch=batch, seed=settings.seed)
-    model = GPT(settings.model, settings.seed)
+    tokens = data.load(settings.data, world, settings.vocabulary)
+    batches = data.Batches(tokens, seq=settings.model.seq, batch=batch, seed=settings.seed)
+    model = GPT(replace(settings.model, vocabulary=tokens.vocabulary), settings.seed)
     engine = Engine(model, settings.config)
     step_tokens = batch * settings.model.seq * accumulation * world.size
 
     pss = PeakPss()
-    losses = []
+    steps: list[Step] = []
     with Journal(
         settings.out, settings.steps, settings.progress, active=world.rank == 0
     ) as journal:
         for step in range(settings.steps):
             start = time.perf_counter()
-            lr = engine.lr
+            lr, skipped = engine.lr, engine.skipped_steps
             total = 0.0
             for micro in range(accumulation):
                 number = (step * accumulation + micro) * world.size + world.rank
-                tokens, targets = batches.micro_batch(number)
-                loss = engine(tokens, targets)
+                loss = engine(*batches.micro_batch(number))
                 pss.sample(step)
                 engine.backward(loss)
                 pss.sample(step)
                 engine.step()
                 pss.sample(step)
                 total += loss.item()
-            losses.append(world.mean(total / accumulation))
+            mean = world.mean(total / accumulation)
             seconds = time.perf_counter() - start
-            journal.write(
+            steps.append(
                 Step(
                     step=step + 1,
-                    loss=losses[-1],
+                    loss=mean,
                     lr=lr,
                     grad_norm=engine.grad_norm,
-                    skipped=False,  # bf16 and fp32 never overflow a loss scale
+                    skipped=engine.skipped_steps > skipped,
                     step_seconds=seconds,
                     tokens_per_second=step_tokens / seconds,
                 )
             )
-    summarise(engine, settings.out, losses, pss)
+            journal.write(steps[-1])
+    summarise(engine, settings.out, steps, pss)
+    if world.rank == 0:
+        draw(settings.out / "loss.png", steps)
 
 
 def share_cores(world: World) -> None:

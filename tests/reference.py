@@ -38,7 +38,10 @@ def config(
         "bf16": {"enabled": dtype == "bf16"},
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
-        "optimizer": {"type": kind, "params": {"lr": LR}},
+        "optimizer": {
+            "type": kind,
+            "params": {"lr": LR, "weight_decay": 0.01 if kind == "AdamW" else 0.0},
+        },
     }
 
 
@@ -81,7 +84,7 @@ def plain(
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float().requires_grad_() for p in params] if half else params
     kind = getattr(torch.optim, settings["optimizer"]["type"])
-    optimizer = kind(masters, lr=LR)
+    optimizer = kind(masters, **settings["optimizer"]["params"])
     accumulation, clip = settings["gradient_accumulation_steps"], settings["gradient_clipping"]
     losses, norms = [], []
     for step in range(steps):

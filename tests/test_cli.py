@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 from launch import mpiexec
 
 from hpczero import cli, report
+from hpczero.config import Config
 from hpczero.train import Settings
 
 METRICS = ["step", "loss", "lr", "grad_norm", "skipped", "step_seconds", "tokens_per_second"]
@@ -36,6 +40,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     return parse
 
 
+def adam(config: Config) -> dict[str, Any]:
+    """Return the parameters of the optimizer."""
+    parameters: dict[str, Any] = config.model_dump()["optimizer"]["params"]
+    return parameters
+
+
 @pytest.fixture
 def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return what `hpczero` says when it refuses the given flags."""
@@ -55,7 +65,7 @@ def test_defaults_are_stage_3_in_bf16(settings: Any) -> None:
     assert found.config.zero_optimization.stage == 3
     assert found.config.bf16.enabled
     assert found.config.gradient_clipping == 1
-    assert found.config.optimizer.params.lr == 2e-3
+    assert adam(found.config)["lr"] == 2e-3
     assert found.config.train_micro_batch_size_per_gpu == cli.BATCH
     assert found.model == cli.PRESETS[cli.MODEL]
     assert (found.steps, found.out) == (cli.STEPS, Path("runs/default"))
@@ -65,17 +75,20 @@ def test_defaults_are_stage_3_in_bf16(settings: Any) -> None:
 def test_every_flag_arrives(settings: Any, tmp_path: Path) -> None:
     flags = """--stage 1 --dtype fp32 --model small --layers 3 --hidden 96 --heads 3 --seq 64
         --batch 5 --accumulate 2 --steps 7 --lr 0.5 --clip 0 --seed 9 --no-progress"""
-    found = settings(*flags.split(), "--data", tmp_path, "--out", tmp_path / "out")
+    found = settings(
+        *flags.split(), "--data", tmp_path, "--vocab", "300", "--out", tmp_path / "out"
+    )
     assert found.config.zero_optimization.stage == 1
     assert not found.config.bf16.enabled
     assert found.config.train_batch_size == 10
     assert found.config.accumulation == 2
     assert found.config.gradient_clipping == 0
-    assert found.config.optimizer.params.lr == 0.5
-    assert found.config.optimizer.params.betas == (0.9, 0.95)
+    assert adam(found.config)["lr"] == 0.5
+    assert list(adam(found.config)["betas"]) == [0.9, 0.95]
     assert (found.model.layers, found.model.hidden, found.model.heads) == (3, 96, 3)
     assert (found.model.seq, found.steps, found.seed) == (64, 7, 9)
     assert (found.data, found.out, found.progress) == (tmp_path, tmp_path / "out", False)
+    assert found.vocabulary == 300
 
 
 def test_a_config_file_stands_alone_and_flags_go_before_it(settings: Any, tmp_path: Path) -> None:
@@ -90,7 +103,7 @@ def test_a_config_file_stands_alone_and_flags_go_before_it(settings: Any, tmp_pa
     flags = settings("--config", path, "--stage", "1", "--lr", "0.25", "--dtype", "bf16").config
     assert flags.zero_optimization.stage == 1
     assert flags.bf16.enabled
-    assert (flags.optimizer.params.lr, flags.optimizer.params.eps) == (0.25, 1e-6)
+    assert (flags.optimizer.params["lr"], flags.optimizer.params["eps"]) == (0.25, 1e-6)
 
 
 def test_errors_name_the_flag_what_was_found_and_the_cure(usage_error: Any, tmp_path: Path) -> None:
@@ -106,7 +119,7 @@ def test_errors_name_the_flag_what_was_found_and_the_cure(usage_error: Any, tmp_
         "": ["COMMAND"],
         f"train --config {tmp_path / 'none'}": ["--config", "No such file"],
         f"train --config {bad}": ["zero_optimisation", "did you mean 'zero_optimization'?"],
-        f"train --data {tmp_path / 'none'}": ["expected a text file or a folder", "found no"],
+        f"train --data {tmp_path / 'none'}": ["expected a file of text or tokens", "found no"],
     }.items():
         error = usage_error(*flags.split())
         assert error.startswith("usage: hpczero")
@@ -121,6 +134,46 @@ def test_contradicting_batch_sizes_are_a_usage_error(usage_error: Any, tmp_path:
     assert "train_batch_size 6" in error
 
 
+def test_data_that_is_no_tokens_is_a_usage_error(usage_error: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"odd")
+    assert "two bytes each (uint16), found 3 bytes" in usage_error(
+        "train", "--data", tmp_path / "x.bin"
+    )
+    np.full(400, 500, dtype=np.uint16).tofile(tmp_path / "y.bin")
+    assert "give at least 501 (--vocab)" in usage_error(
+        "train", "--data", tmp_path / "y.bin", "--vocab", "64"
+    )
+
+
+def test_a_config_of_deepspeed(settings: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        """{
+            "train_batch_size": 12,
+            "train_micro_batch_size_per_gpu": 3,
+            "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 16},
+            "bf16": {"enabled": true},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}},
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": 5e8,
+                "overlap_comm": true,
+                "contiguous_gradients": true
+            },
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10,
+            "wall_clock_breakdown": false
+        }"""
+    )
+    found = settings("--config", path, "--lr", "0.25", "--dtype", "fp32").config
+    assert (found.compute, found.zero_optimization.stage, found.accumulation) == ("fp32", 2, 4)
+    assert (found.scheduler.type, found.gradient_clipping) == ("WarmupLR", 1.0)
+    assert adam(found)["lr"] == 0.25
+    assert list(adam(found)["betas"]) == [0.9, 0.95]
+    assert settings("--config", path).config.compute == "bf16"
+
+
 def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
     lines = (out / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
@@ -132,6 +185,7 @@ def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
 
     summary = json.loads((out / "summary.json").read_text())
     assert not (out / "summary.json.part").exists()
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(summary) == sorted(SUMMARY)
     assert (summary["ranks"], summary["nodes"]) == (ranks, 1)
     assert (summary["stage"], summary["dtype"]) == (stage, dtype)
@@ -171,6 +225,72 @@ def test_a_run_on_two_ranks(tmp_path: Path, stage: int) -> None:
     assert job.stdout.count("plain data parallel") == 1
 
 
+@pytest.mark.parametrize("dtype", cli.DTYPES)
+def test_dtype_turns_one_on_and_the_others_off(settings: Any, tmp_path: Path, dtype: str) -> None:
+    assert settings("--dtype", dtype).config.compute == dtype
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": true}}')
+    assert settings("--config", path).config.compute == "fp16"
+    assert settings("--config", path, "--dtype", dtype).config.compute == dtype
+
+
+def test_a_step_that_overflows_is_marked_as_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": true, "initial_scale_power": 40, "hysteresis": 1}}')
+    cli.main(["train", *SMALL, "--config", str(path), "--out", str(tmp_path)])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [(line["skipped"], line["grad_norm"]) for line in metrics] == [(True, None)] * 3
+    assert json.loads((tmp_path / "summary.json").read_text())["dtype"] == "fp16"
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.h5"])
+def test_a_run_on_tokens(tmp_path: Path, name: str) -> None:
+    values = (np.arange(500) ** 2 % 301).astype(np.uint16)
+    if name == "x.bin":
+        values.tofile(tmp_path / name)
+    else:
+        with h5py.File(tmp_path / name, "w") as file:
+            file["tokens"] = values
+    cli.main(["train", *SMALL, "--data", str(tmp_path / name), "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (320 + 16 + 2) * 64
+    assert summary["loss_first"] == pytest.approx(math.log(320), rel=0.02)
+
+
+def test_a_larger_vocabulary_can_be_asked_for(tmp_path: Path) -> None:
+    cli.main(["train", *SMALL, "--vocab", "1000", "--out", str(tmp_path), "--no-progress"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss_first"] == pytest.approx(math.log(1000), rel=0.02)
+
+
+def steps(count: int, loss: float = 1.0) -> list[report.Step]:
+    return [report.Step(n, loss / n, 0.1 * n, 1.0, False, 0.5, 2.0) for n in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_the_loss_is_drawn(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "loss.png"
+    report.draw(path, steps(count))
+    picture = path.read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (960, 600)
+    report.draw(path, steps(count, loss=float("nan")))
+
+
+def test_without_matplotlib_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report.draw(tmp_path / "loss.png", steps(2))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("no loss.png: ")
+    assert "pip install matplotlib" in lines[0]
+    assert not (tmp_path / "loss.png").exists()
+
+
 def test_a_usage_error_is_printed_once_and_ends_all_ranks(tmp_path: Path) -> None:
     for flags in (["--model", "smal"], ["--data", str(tmp_path / "missing")]):
         job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags, "--out", str(tmp_path / "out"))
@@ -186,7 +306,7 @@ def test_json_has_no_nan() -> None:
 
 
 def test_the_import_of_hpczero_is_light() -> None:
-    heavy = ("h5py", "cupy", "rich", "hpczero.cli", "hpczero.train")
+    heavy = ("h5py", "cupy", "rich", "matplotlib", "hpczero.cli", "hpczero.train")
     program = f"import hpczero, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -49,6 +50,31 @@ class Traffic:
         with self._lock:
             counts, self._counts = dict(self._counts), defaultdict(lambda: Count(0, 0, 0))
         return counts
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+PURPOSES = ("parameters", "gradients", "buffers", "exchange")
+
+
+def tabulate(counts: dict[tuple[str, str], Count], unit: int) -> dict[str, Any]:
+    """Return sums of counts: in all, by collective, by purpose; `unit` bytes are one multiple."""
+
+    def line(some: Iterable[Count]) -> dict[str, float]:
+        total = sum(some, Count(0, 0, 0))
+        return {**total._asdict(), "multiples": total.bytes / unit if unit else 0.0}
+
+    def by(index: int, usual: Sequence[str]) -> dict[str, dict[str, float]]:
+        names = [*usual, *sorted({key[index] for key in counts} - set(usual))]
+        return {
+            name: line(count for key, count in counts.items() if key[index] == name)
+            for name in names
+        }
+
+    return {
+        **line(counts.values()),
+        "by_collective": by(0, COLLECTIVES),
+        "by_purpose": by(1, PURPOSES),
+    }
 
 
 class Staging:

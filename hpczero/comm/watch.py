@@ -38,7 +38,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hpczero.errors import Disagreement
+from hpczero.errors import Disagreement, Overflow
 
 FORWARD_SECONDS = 0.2  # lets the launcher forward the last lines before Abort kills it
 MAIN = ("__main__", "runpy")  # modules of the outermost frame of a program
@@ -169,7 +169,8 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 
 def _fail_with(error: BaseException, trace: TracebackType | None, event: str) -> None:
-    silent = isinstance(error, Disagreement) and _mpi().COMM_WORLD.rank != error.reporter
+    reporter = error.reporter if isinstance(error, Disagreement | Overflow) else None
+    silent = reporter not in (None, _mpi().COMM_WORLD.rank)
     details = "".join(traceback.format_exception(type(error), error, trace))
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     fail(event, details, code, wait=REPORTER_SECONDS if silent else 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
@@ -267,15 +267,30 @@ class Bucket:
         """Wait until `gradient` holds everything that was posted."""
         self._job.result()  # earlier ones are done: the courier is first in, first out
 
+    def first_not_finite(self) -> str | None:
+        """Return the first parameter whose reduced gradient in this rank's shard isn't finite."""
+        lo, hi = self.layout.interval(self._world.rank)
+        for slot in self.layout.slots:
+            start, stop = max(slot.start, lo), min(slot.stop, hi)
+            if start < stop and not self.own_gradient[start - lo : stop - lo].isfinite().all():
+                return slot.name
+        return None
+
     def end_step(self) -> None:
         """Forget the gradient that was used."""
         self.reduced = False
 
     # Update #
 
-    def new_state(self) -> torch.Tensor:
-        """Return zeros like `master`, for the optimizer to keep."""
-        return self._empty("states", self.span, self.master.dtype).zero_()
+    def new_state(self, start: int, stop: int) -> torch.Tensor:
+        """Return zeros like `master[start:stop]`, for the optimizer to keep."""
+        offset = self.span[0]
+        place = (offset + start, offset + stop)
+        return self._empty("states", place, self.master.dtype).zero_()
+
+    def account_states(self, nbytes: int) -> None:
+        """Account states that an optimizer has made for itself."""
+        self._ledger.add("states", nbytes)
 
     def publish(self) -> Future[None] | None:
         """Give the updated shard to all ranks where parameters are replicated."""
@@ -296,17 +311,26 @@ class Bucket:
             own = slice(*self.layout.interval(self._world.rank))
             self.shard.copy_(self.full[own])
 
-    def master_full(
-        self, allocate: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return the whole master weights (frozen: the weights) on rank 0, None elsewhere.
+    @property
+    def is_root_rank(self) -> bool:
+        """Tell whether this rank is the one that `collect` gives to."""
+        return self._world.rank == 0
 
-        All ranks call.
+    def collect(self, mine: torch.Tensor, purpose: str) -> torch.Tensor | None:
+        """Return a whole flat run of which each rank has its interval on rank 0, None elsewhere.
+
+        All ranks call. Whoever has the whole run already gives it without communication.
         """
-        mine = self.master if self.trainable else self.shard
+        root = self._world.rank == 0
         if mine.numel() == self.layout.padded:
-            return mine if self._world.rank == 0 else None
-        full = allocate(self.layout.padded, mine.dtype) if self._world.rank == 0 else None
-        cargo = self._cargo("state_dict", mine.dtype)
+            return mine if root else None
+        full = torch.empty(self.layout.padded, dtype=mine.dtype) if root else None
+        cargo = self._cargo(purpose, mine.dtype)
         self._world.gathers.gather(cargo, mine, full).result()
         return full
+
+    def named(self, full: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters' names and views of a whole flat run, nothing for None."""
+        if full is not None:
+            for slot in self.layout.slots:
+                yield slot.name, full[slot.start : slot.stop].view(slot.shape)

@@ -1,12 +1,23 @@
-"""The update of the shards: Adam on what this rank owns, clipped by the norm of all."""
+"""The update of the shards: any elementwise optimizer on what this rank owns.
+
+[Note: segments]
+The user's parameter groups stay as they are, but in place of parameters each holds segments: views
+of the master weights of the bucket intervals that this rank updates, cut where the group changes.
+So the groups' lr and weight decay act on the next step whoever sets them (a torch scheduler, say),
+and an optimizer that treats every element alike gives on segments what it gives on parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from hpczero.config import Optimizer
 from hpczero.gpu.reference import AdamStep, adam_
 from hpczero.partition.bucket import Bucket
 
@@ -14,24 +25,147 @@ NORM_BLOCK = 65536
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_; enters once, on the global norm."""
 
+OURS = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose update is our own kernel, with the same constants and states."""
 
-class ShardedAdam:
-    """Run Adam or AdamW on the interval of each bucket that this rank updates.
+Factory = Callable[[list[dict[str, Any]]], Optimizer]
 
-    Costs two moments in the master's dtype per updated element.
+
+class Segment(NamedTuple):
+    """Hold a run of a bucket's updated interval whose parameters share a group."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    master: nn.Parameter  # 1D
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this segment of a tensor that covers the updated interval."""
+        return flat[self.start : self.stop]
+
+
+class ShardedOptimizer:
+    """Run a torch optimizer on the intervals that this rank updates.
+
+    Args:
+        optimizer: an instance over the model's parameters, whose groups are kept and rewritten to
+            segments, or a factory from groups.
+        groups: the parameters, with their hyperparameters, if `optimizer` is a factory.
+
+    Raises:
+        ValueError: the optimizer has state, misses a parameter or has foreign ones, or its update
+            is not elementwise.
     """
 
-    def __init__(self, settings: Optimizer, buckets: Sequence[Bucket]) -> None:
-        self._settings = settings
-        self.lr = settings.params.lr
-        self.steps = 0
+    def __init__(
+        self,
+        optimizer: Optimizer | Factory,
+        groups: Sequence[Mapping[str, Any]] | None,
+        buckets: Sequence[Bucket],
+    ) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.trainable]
-        self._moments = [(bucket.new_state(), bucket.new_state()) for bucket in self._buckets]
+        self.steps = 0
+        """Updates done, overflowed ones not counted."""
+        if isinstance(optimizer, Optimizer):
+            used = [state for state in optimizer.state.values() if state.get("step", 1) != 0]
+            if used:
+                raise ValueError(
+                    f"expected a {type(optimizer).__name__} without state, found state of "
+                    f"{len(used)} parameters: give it to hpczero before its first step"
+                )
+            groups = optimizer.param_groups
+        assert groups is not None
+        where = self._assign(groups)
+        cut = list(self._cut(where))
+        self._segments = [segment for _, segment in cut]
+        self._by_master = {id(segment.master): segment for segment in self._segments}
+        masters = [
+            [segment.master for group, segment in cut if group == index]
+            for index in range(len(groups))
+        ]
+        if isinstance(optimizer, Optimizer):
+            refuse_unless_elementwise(type(optimizer), optimizer.defaults)
+            eager = bool(optimizer.state)
+            for group, params in zip(optimizer.param_groups, masters, strict=True):
+                group["params"] = params
+            self.inner = optimizer
+            if eager:  # Adagrad, say, makes its states when it is made
+                twin = _like(type(optimizer), optimizer.defaults, optimizer.param_groups)
+                optimizer.state = twin.state
+                self._buckets[0].account_states(self._state_bytes())
+        else:
+            self.inner = optimizer(
+                [{**group, "params": params} for group, params in zip(groups, masters, strict=True)]
+            )
+            refuse_unless_elementwise(type(self.inner), self.inner.defaults)
+        self._ours = type(self.inner) in OURS and not any(
+            group[flag] for group in self.inner.param_groups for flag in ("amsgrad", "maximize")
+        )
+        if self._ours:
+            for segment in self._segments:
+                self.inner.state[segment.master] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": segment.bucket.new_state(segment.start, segment.stop),
+                    "exp_avg_sq": segment.bucket.new_state(segment.start, segment.stop),
+                }
+
+    def _assign(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Return the group of each trainable parameter, by id."""
+        where = {
+            id(parameter): index
+            for index, group in enumerate(groups)
+            for parameter in group["params"]
+        }
+        mine = {
+            id(parameter): slot.name
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True)
+        }
+        missing = [name for key, name in mine.items() if key not in where]
+        if missing:
+            raise ValueError(
+                f"the optimizer's groups miss {len(missing)} of {len(mine)} trainable parameters, "
+                f"first {missing[0]!r}: add them to a group or set requires_grad_(False) on them"
+            )
+        foreign = [
+            parameter
+            for group in groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) not in mine
+        ]
+        if foreign:
+            raise ValueError(
+                f"the optimizer has {len(foreign)} parameters that the model hasn't, the first of "
+                f"shape {tuple(foreign[0].shape)}: make the optimizer from model.parameters()"
+            )
+        return where
+
+    def _cut(self, where: Mapping[int, int]) -> Iterator[tuple[int, Segment]]:
+        """Yield group and segment for each run of parameters of one group, in layout order."""
+        for bucket in self._buckets:
+            lo, hi = bucket.span
+            slots = list(zip(bucket.layout.slots, bucket.params, strict=True))
+            runs = [
+                (group, next(iter(run))[0].start)
+                for group, run in groupby(slots, lambda item: where[id(item[1])])
+            ]
+            stops = [start for _, start in runs[1:]] + [bucket.layout.padded]
+            for (group, start), stop in zip(runs, stops, strict=True):
+                a, b = max(start, lo) - lo, min(stop, hi) - lo
+                if a < b:
+                    master = nn.Parameter(bucket.master[a:b], requires_grad=True)
+                    yield group, Segment(bucket, a, b, master)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the live parameter groups."""
+        return self.inner.param_groups
 
     def norm_squared(self) -> float:
         """Return this rank's part of the squared gradient norm: its shards', in fixed blocks.
 
         Shards and blocks are the same at every stage, so the sum over ranks in rank order is too.
+        Not finite exactly where a gradient isn't.
         """
         total = 0.0
         for bucket in self._buckets:
@@ -40,22 +174,91 @@ class ShardedAdam:
                 total += torch.mul(wide, wide).sum().item()
         return total
 
+    def first_not_finite(self) -> tuple[int, str] | None:
+        """Return place and name of the first parameter with inf or nan in this rank's shards."""
+        for index, bucket in enumerate(self._buckets):
+            found = bucket.first_not_finite()
+            if found is not None:
+                return index, found
+        return None
+
     def step(self, scale: float) -> None:
         """Update all owned weights with the reduced gradients times `scale`."""
         self.steps += 1
-        params = self._settings.params
+        if self._ours:
+            for group in self.inner.param_groups:
+                for master in group["params"]:
+                    self._adam(self._by_master[id(master)], group, scale)
+            self.inner.step()  # nothing has a gradient: only its hooks and schedulers' marks act
+            return
+        known = len(self.inner.state)
+        for bucket, segments in groupby(self._segments, lambda segment: segment.bucket):
+            parts = list(segments)
+            for segment in parts:
+                segment.master.grad = segment.of(bucket.gradient).to(
+                    segment.master.dtype, copy=True
+                )
+                if scale != 1.0:
+                    segment.master.grad.mul_(scale)
+            self.inner.step()
+            for segment in parts:
+                segment.master.grad = None
+                if bucket.weights.data_ptr() != bucket.master.data_ptr():
+                    segment.of(bucket.weights).copy_(segment.master.detach())
+        if known != len(self.inner.state):  # torch makes states at the first step
+            self._buckets[0].account_states(self._state_bytes())
+
+    def full_state(self) -> dict[str, dict[str, Any]]:
+        """Return each parameter's state, whole, on rank 0, {} elsewhere; all ranks call."""
+        result: dict[str, dict[str, Any]] = {}
+        for bucket, run in groupby(self._segments, lambda segment: segment.bucket):
+            states = [(segment, self.inner.state[segment.master]) for segment in run]
+            for key in states[0][1]:
+                values = [state[key] for _, state in states]
+                whole = [
+                    isinstance(value, torch.Tensor) and value.numel() == segment.master.numel()
+                    for value, (segment, _) in zip(values, states, strict=True)
+                ]
+                if all(whole) and values[0].ndim:
+                    full = bucket.collect(torch.cat(values), "optimizer_state")
+                    for name, value in bucket.named(full):
+                        result.setdefault(name, {})[key] = value.clone()
+                elif bucket.is_root_rank:
+                    for slot in bucket.layout.slots:
+                        result.setdefault(slot.name, {})[key] = values[0]
+        return result
+
+    def _adam(self, segment: Segment, group: Mapping[str, Any], scale: float) -> None:
+        state = self.inner.state[segment.master]
+        state["step"] += 1
         constants = AdamStep(
-            lr=self.lr,
-            beta1=params.betas[0],
-            beta2=params.betas[1],
-            eps=params.eps,
-            weight_decay=self._settings.weight_decay,
-            decoupled=self._settings.type == "AdamW",
-            step=self.steps,
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=type(self.inner) is torch.optim.AdamW
+            or bool(group.get("decoupled_weight_decay")),
+            step=int(state["step"].item()),
             scale=scale,
         )
-        for bucket, moments in zip(self._buckets, self._moments, strict=True):
-            adam_(bucket.weights, bucket.master, bucket.gradient, *moments, constants)
+        bucket = segment.bucket
+        adam_(
+            segment.of(bucket.weights),
+            segment.of(bucket.master),
+            segment.of(bucket.gradient),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            constants,
+        )
+
+    def _state_bytes(self) -> int:
+        return sum(
+            value.numel() * value.element_size()
+            for state in self.inner.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -64,3 +267,43 @@ def clip_scale(norm: float, limit: float) -> float:
         return 1.0
     scale = limit / (norm + CLIP_EPSILON)
     return scale if not scale >= 1.0 else 1.0  # NaN passes, as in torch
+
+
+def _like(kind: type[Optimizer], defaults: Mapping[str, Any], params: list[Any]) -> Optimizer:
+    accepted = inspect.signature(kind.__init__).parameters
+    settings = {name: value for name, value in defaults.items() if name in accepted}
+    return kind(params, **settings)
+
+
+def refuse_unless_elementwise(kind: type[Optimizer], defaults: Mapping[str, Any]) -> None:
+    """Try an optimizer on a matrix and on its two flat halves: it must do the same.
+
+    Raises:
+        ValueError: it doesn't (norms of whole tensors, rows and columns), or can't be tried.
+    """
+    if kind in OURS:
+        return
+    generator = torch.Generator().manual_seed(0)
+    whole = nn.Parameter(torch.randn(4, 6, generator=generator))
+    halves = [nn.Parameter(half.clone()) for half in torch.split(whole.detach().flatten(), 12)]
+    cure = "on shards only elementwise updates (SGD, Adam, RMSprop, ...) give the right result"
+    try:
+        optimizers = _like(kind, defaults, [whole]), _like(kind, defaults, halves)
+        for _ in range(3):
+            grad = torch.randn(4, 6, generator=generator)
+            whole.grad = grad
+            for half, part in zip(halves, torch.split(grad.flatten(), 12), strict=True):
+                half.grad = part.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"expected an optimizer that works on flat tensors, but {kind.__name__} raised "
+            f"{type(error).__name__}: {error}; {cure}"
+        ) from error
+    flat = torch.cat([half.detach() for half in halves])
+    if not torch.allclose(whole.detach().flatten(), flat, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"expected an elementwise optimizer, but {kind.__name__} updates a matrix otherwise "
+            f"than its two flat halves; {cure}"
+        )

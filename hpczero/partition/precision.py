@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpczero.config import Config
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -15,6 +17,24 @@ class Precision:
 
     compute: torch.dtype | None
     accumulation: int
+    scaler: LossScaler | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Precision:
+        """Return the dtypes that a config asks for."""
+        fp16 = config.fp16
+        if config.compute != "fp16":
+            compute = torch.bfloat16 if config.compute == "bf16" else None
+            return cls(compute, config.accumulation)
+        scaler = LossScaler(
+            fp16.loss_scale,
+            fp16.initial_scale_power,
+            fp16.loss_scale_window,
+            fp16.hysteresis,
+            fp16.min_loss_scale,
+            fp16.consecutive_hysteresis,
+        )
+        return cls(torch.float16, config.accumulation, scaler)
 
     def cast(self, model: nn.Module) -> None:
         """Cast floating parameters, and BatchNorm's buffers, to the compute dtype in place.
@@ -40,3 +60,51 @@ class Precision:
     def master(parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of master weights and moments."""
         return torch.float64 if parameter == torch.float64 else torch.float32
+
+
+class LossScaler:
+    """Keep the loss scale of fp16, by DeepSpeed's rules.
+
+    Static where `loss_scale` is not 0. Else it starts at 2^initial_scale_power, halves when a
+    gradient isn't finite (the first `hysteresis` - 1 times only the hysteresis shrinks), and
+    doubles after `window` steps without. `consecutive_hysteresis` restores the hysteresis after
+    every good step instead of at every doubling.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float = 0.0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: float = 1.0,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        self.dynamic = loss_scale == 0
+        self.scale = float(2**initial_scale_power) if self.dynamic else float(loss_scale)
+        self._window = loss_scale_window
+        self._hysteresis = hysteresis
+        self._left = hysteresis
+        self._minimum = min_loss_scale
+        self._consecutive = consecutive_hysteresis
+        self._steps = 0
+        self._last_overflow = -1
+
+    def update(self, overflow: bool) -> bool:
+        """Take note of a step; return False if it overflowed at the smallest scale."""
+        survives = True
+        if self.dynamic and overflow:
+            self._last_overflow = self._steps
+            if self._left > 1:
+                self._left -= 1
+            else:
+                survives = self.scale > self._minimum
+                self.scale = max(self.scale / 2, self._minimum)
+        elif self.dynamic:
+            doubles = (self._steps - self._last_overflow) % self._window == 0
+            if self._consecutive or doubles:
+                self._left = self._hysteresis
+            if doubles:
+                self.scale *= 2
+        self._steps += 1
+        return survives

@@ -1,0 +1,60 @@
+"""Compare what ranks have or did, and name the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import nn
+
+from hpczero.comm.courier import ranks_text
+from hpczero.comm.wire import Cargo
+from hpczero.comm.world import World
+from hpczero.errors import Disagreement
+
+
+def digest(lines: Sequence[str]) -> bytes:
+    """Return 16 bytes that differ where the lines do."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+
+def describe(model: nn.Module) -> list[str]:
+    """Return a line for each parameter and buffer of a model."""
+    parameters = [
+        f"parameter {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    ]
+    buffers = [f"buffer {name!r}: {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    return parameters + buffers
+
+
+def compare(world: World, what: str, lines: Sequence[str]) -> None:
+    """Compare lines over all ranks by their digest; all ranks call.
+
+    Raises:
+        Disagreement: they differ; names the first line that does, and the ranks.
+    """
+    digests = world.reductions.exchange(Cargo("exchange", what, 0), digest(lines)).result()
+    if len(set(digests)) > 1:
+        raise_difference(world, what, lines)
+
+
+def raise_difference(world: World, what: str, lines: Sequence[str], where: str = "") -> NoReturn:
+    """Name the first line in which ranks differ; all ranks come here together."""
+    everyone = world.reductions.exchange_objects(what, list(lines)).result()
+    length = max(len(other) for other in everyone)
+    padded = [list(other) + ["nothing more"] * (length - len(other)) for other in everyone]
+    index, at = next(
+        (index, column)
+        for index, column in enumerate(zip(*padded, strict=True))
+        if len(set(column)) > 1
+    )
+    groups: dict[str, list[int]] = {}
+    for rank, line in enumerate(at):
+        groups.setdefault(line, []).append(rank)
+    found = "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in groups.items())
+    raise Disagreement(
+        f"the ranks differ in their {what} ({where}entry {index + 1}):\n{found}\n"
+        "all ranks must build the same model and run the same modules in one order"
+    )
