@@ -147,7 +147,7 @@ class Engine:
         if self.micro_steps % self.config.accumulation:
             return
         # 1. All gradients are reduced, late ones too.
-        self._runtime.reducer.finish()
+        self._runtime.finish("step")
         norm, late = self._exchange()
         if any(late):
             self._runtime.reducer.reduce_late(late)
@@ -265,7 +265,7 @@ class Engine:
         """
         if self._backwards == 0:
             raise RuntimeError("full_grads() without an engine.backward() since the last update")
-        self._runtime.reducer.finish()
+        self._runtime.finish("full_grads")
         grads: dict[str, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
             if bucket.trainable:

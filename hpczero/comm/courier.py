@@ -130,6 +130,10 @@ class Courier:
         """Return the (pickled, small) objects of all ranks, in rank order."""
         return self._submit(Signature("exchange", name, 0, ""), lambda: self.comm.allgather(value))
 
+    def meet(self, name: str) -> Future[None]:
+        """Find all ranks at the same place in the queue, or name what each wants instead."""
+        return self._submit(Signature("meeting", name, 0, ""), lambda: None)
+
     # Life #
 
     def goodbye(self) -> Future[None]:

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from typing import Any, cast
 
 import torch
@@ -63,7 +64,7 @@ class World:
         self.traffic = Traffic()
         self.gathers = Courier(comm, "gathers", self.traffic)
         self.reductions = Courier(comm, "reductions", self.traffic)
-        watch.at_exit(self.close)
+        _OPEN.add(self)
 
     @classmethod
     def of(cls, comm: MPI.Intracomm | None = None) -> World:
@@ -104,10 +105,24 @@ class World:
 
         Where others still want a collective, they stop with an error that names this rank.
         """
-        # Both goodbyes must be on their way at once: the others may wait at either.
-        leaving = [courier.goodbye() for courier in (self.gathers, self.reductions)]
-        if any(isinstance(future.exception(), Disagreement) for future in leaving):
-            time.sleep(10)  # the others are ending the job with the message
+        _part([self])
+
+
+_OPEN: weakref.WeakSet[World] = weakref.WeakSet()
+watch.at_exit(lambda: _part(list(_OPEN)))
+
+
+def _part(worlds: list[World]) -> None:
+    """Say goodbye in all queues of all worlds at once: the others may wait in any of them."""
+    leaving = [
+        courier.goodbye()
+        for world in worlds
+        if not world.broken  # else all ranks have learnt of it, and the queues no longer match
+        for courier in (world.gathers, world.reductions)
+    ]
+    _OPEN.difference_update(worlds)
+    if any(isinstance(future.exception(), Disagreement) for future in leaving):
+        time.sleep(10)  # the others are ending the job with the message
 
 
 def _check_threads() -> None:

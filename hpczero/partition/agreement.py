@@ -35,14 +35,14 @@ def compare(world: World, what: str, lines: Sequence[str]) -> None:
     Raises:
         Disagreement: they differ; names the first line that does, and the ranks.
     """
-    digests = world.reductions.exchange(Cargo("exchange", what, 0), digest(lines)).result()
+    digests = world.gathers.exchange(Cargo("exchange", what, 0), digest(lines)).result()
     if len(set(digests)) > 1:
         raise_difference(world, what, lines)
 
 
 def raise_difference(world: World, what: str, lines: Sequence[str], where: str = "") -> NoReturn:
     """Name the first line in which ranks differ; all ranks come here together."""
-    everyone = world.reductions.exchange_objects(what, list(lines)).result()
+    everyone = world.gathers.exchange_objects(what, list(lines)).result()
     length = max(len(other) for other in everyone)
     padded = [list(other) + ["nothing more"] * (length - len(other)) for other in everyone]
     index, at = next(

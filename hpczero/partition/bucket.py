@@ -182,12 +182,7 @@ class Bucket:
     # Gradients #
 
     def begin_backward(self) -> None:
-        """Forget which gradients came in the last backward, whose reductions end first.
-
-        By now they are done where compute hides them at all; else slots would pile up.
-        """
-        if self.reduced:
-            self.wait_reduced()
+        """Forget which gradients came in the last backward."""
         self._seen.clear()
         self.closed = False
 

@@ -210,6 +210,11 @@ class Runtime:
     def begin_backward(self, reduces: bool) -> None:
         """Prepare for gradients; `reduces` False only accumulates them on this rank."""
         self._active.clear()
+        if self.reducer.reduced:
+            # By now the last backward's are done where compute hides them at all; else slots
+            # would pile up.
+            self._meet("backward")
+            self.reducer.wait()
         self._in_backward = True
         self._current = None
         self._backward.begin()
@@ -222,6 +227,19 @@ class Runtime:
         self._in_backward = False
         self.reducer.flush()
         self.release_all()
+
+    def finish(self, purpose: str) -> None:
+        """Wait until all gradients are reduced; all ranks for the same purpose."""
+        self._meet(purpose)
+        self.reducer.finish()
+
+    def _meet(self, purpose: str) -> None:
+        """Meet all ranks among the gathers before waiting for their reductions.
+
+        A rank that waits for something else there (a gather of a module that others skip, a
+        state_dict) can't reduce: without the meeting each side would wait in another queue.
+        """
+        self._world.gathers.meet(purpose).result()
 
     def _pre_backward(self, unit: Unit) -> None:
         unit.visits += 1

@@ -52,6 +52,11 @@ class Reducer:
                 bucket.reduce()
         self.wait()
 
+    @property
+    def reduced(self) -> bool:
+        """Tell whether a backward of this step has posted its reductions."""
+        return bool(self._order) and self._order[0].reduced
+
     def wait(self) -> None:
         """Wait until all posted reductions are done."""
         for bucket in self._order:
