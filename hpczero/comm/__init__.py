@@ -6,6 +6,6 @@ communicator and a first-in first-out queue: `gathers` brings parameters, `reduc
 gradients away. Two, so that gathers and reductions need not interleave alike on all ranks; one
 thread per communicator, since two threads on one give silently wrong sums. Before any data moves
 the ranks compare the signatures of what they are about to do: disagreement is an exception on all
-ranks, never a hang and never a wrong sum. A rank blocks on the reductions only after a meeting among
-the gathers: so ranks that want different things always find each other in the same queue.
+ranks, never a hang and never a wrong sum. A rank blocks on the reductions only after a meeting
+among the gathers: so ranks that want different things always find each other in the same queue.
 """
