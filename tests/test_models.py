@@ -282,8 +282,15 @@ def branch_loss(model: Any, number: int) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("prefetch", [0, "auto", 10**9])
-@pytest.mark.parametrize("rule", ["never", "always", "alternate", "reverse"])
+@pytest.mark.parametrize(
+    ("rule", "prefetch"),
+    [
+        ("never", "auto"), ("always", 0), ("alternate", "auto"), ("reverse", 10**9),
+        *(pytest.param(rule, prefetch, marks=pytest.mark.slow)
+          for rule in ("never", "always", "alternate", "reverse")
+          for prefetch in (0, "auto", 10**9)),
+    ],
+)  # fmt: skip
 def test_modules_that_all_ranks_skip(rule: str, prefetch: int | str) -> None:
     runs = [
         train(lambda: Branches(rule), branch_loss, config(stage, prefetch=prefetch), steps=6)
@@ -469,7 +476,9 @@ class Product(torch.autograd.Function):
 HOW = ["x @ w.t()", "einsum", "two at once", "call", "function", "norm", "held view"]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["saved", "recomputed"]
+)
 @pytest.mark.parametrize("how", HOW)
 def test_weights_used_outside_their_module(how: str, recompute: bool) -> None:
     check(lambda: Foreign(how, recompute), feature_loss)
@@ -493,8 +502,15 @@ class SharedBlock(nn.Module):
         return x.square().sum(-1).mean()
 
 
-@pytest.mark.parametrize("recompute", ["no", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("order", ["aaa", "abab", "abcab"])
+@pytest.mark.parametrize(
+    ("order", "recompute"),
+    [
+        ("aaa", "reentrant"), ("abab", "no"), ("abcab", "non-reentrant"), ("abab", "reentrant"),
+        *(pytest.param(order, recompute, marks=pytest.mark.slow)
+          for order in ("aaa", "abab", "abcab")
+          for recompute in ("no", "reentrant", "non-reentrant")),
+    ],
+)  # fmt: skip
 def test_a_shared_block(order: str, recompute: str) -> None:
     def loss(model: Any, number: int) -> torch.Tensor:
         x = features(number).requires_grad_()  # reentrant recomputation wants a graph

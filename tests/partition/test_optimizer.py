@@ -88,7 +88,12 @@ def assert_same(mine: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -
         torch.testing.assert_close(value, plain[name], rtol=2e-3, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+OFTEN = {"SGD with momentum", "Adam", "AdamW", "NAdam", "Adagrad"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in ELEMENTWISE]
+)
 def test_instance_equals_plain_torch(name: str) -> None:
     make = ELEMENTWISE[name]
 
