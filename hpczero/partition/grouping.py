@@ -39,11 +39,6 @@ def group(model: nn.Module) -> list[Group]:
     return [Group(names[key], units[key[0]], tuple(members[key])) for key in keys]
 
 
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every name of every parameter, tied ones under all their names."""
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
 def _owners(units: dict[str, nn.Module]) -> dict[int, str]:
     owners: dict[int, str] = {}
     for name, module in units.items():

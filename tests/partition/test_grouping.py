@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpczero.partition.grouping import group, parameter_names
+from hpczero.partition.grouping import group
 
 
 def names(model: nn.Module) -> dict[str, list[str]]:
@@ -51,7 +51,7 @@ def test_weights_that_blocks_share_go_to_the_root() -> None:
         "2": ["2.weight", "2.bias"],
         "3": ["3.bias"],
     }
-    everything = parameter_names(model)
+    everything = dict(model.named_parameters(remove_duplicate=False))
     assert everything["3.weight"] is everything["0.weight"]
 
 
