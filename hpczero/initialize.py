@@ -121,9 +121,11 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config` to a parser, as deepspeed does."""
+    """Add `--deepspeed` and `--deepspeed_config` to a parser, as deepspeed does.
+
+    Not `--local_rank`: DeepSpeed's scripts add it themselves.
+    """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="accepted; hpczero is always on")
     group.add_argument("--deepspeed_config", type=str, help="path of a DeepSpeed JSON config")
-    group.add_argument("--local_rank", type=int, default=-1, help="accepted; MPI knows")
     return parser

@@ -54,6 +54,7 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 def script(stage: int, path: Path) -> tuple[list[float], Any]:
     """A training script as DeepSpeed's examples are written."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)  # scripts add it, deepspeed doesn't
     parser = deepspeed.add_config_arguments(parser)
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     deepspeed.init_distributed()
