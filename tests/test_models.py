@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpczero
+from hpczero.partition.tensor import ReleasedParameter
 
 pytestmark = pytest.mark.mpi
 
@@ -49,14 +51,14 @@ def gpt2() -> nn.Module:
     )
 
 
-def llama(recompute: bool = False) -> nn.Module:
+def llama(recompute: bool = False, layers: int = 2) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=37,
             hidden_size=16,
             intermediate_size=24,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=16,
@@ -68,6 +70,53 @@ def llama(recompute: bool = False) -> nn.Module:
     return model
 
 
+def t5() -> nn.Module:
+    """An encoder and a decoder that share the embedding, and a position bias across blocks."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 24}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **sizes, vocab_size=37, dropout_rate=0, decoder_start_token_id=0, use_cache=False
+        )
+    )
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=37,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+        )
+    )
+
+
+def mixtral() -> nn.Module:
+    """Experts of which some get no token: there are 16 for the 20 tokens of a micro-batch."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=37,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            num_local_experts=16,
+            num_experts_per_tok=1,
+            output_router_logits=True,
+            use_cache=False,
+        )
+    )
+
+
 def transformers_loss(model: Any, number: int) -> torch.Tensor:
     ids = tokens(number)
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
@@ -76,10 +125,120 @@ def transformers_loss(model: Any, number: int) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [gpt2, llama, lambda: llama(recompute=True)],
-                         ids=["gpt2", "llama", "llama-recomputed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        gpt2, llama, lambda: llama(recompute=True),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (t5, bert, mixtral)),
+    ],
+    ids=["gpt2", "llama", "llama-recomputed", "t5", "bert", "mixtral"],
+)  # fmt: skip
 def test_transformers(make: Callable[[], nn.Module], dtype: str) -> None:
     check(make, transformers_loss, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [t5, bert, mixtral], ids=["t5", "bert", "mixtral"])
+def test_transformers_accumulate(make: Callable[[], nn.Module]) -> None:
+    """Stages 0 and 1 add on the rank, 2 and 3 after reducing: alike in pairs."""
+    runs = [
+        train(make, transformers_loss, config(stage, accumulation=2, clip=0.5)) for stage in STAGES
+    ]
+    assert_same_bits(runs[:2])
+    assert_same_bits(runs[2:])
+    if RANK == 0:
+        settings = config(0, accumulation=2, clip=0.5)
+        reference = plain(make, transformers_loss, settings, SIZE)
+        assert_close(runs[0], reference)
+        assert_close(runs[2], reference)
+
+
+def lora() -> nn.Module:
+    """A frozen base of eight layers, and adapters on two of each layer's matrices."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(layers=8), adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lora_keeps_its_frozen_base_partitioned(dtype: str) -> None:
+    engine = check(lora, transformers_loss, dtype=dtype)[3].engine
+    layers = engine.module.get_base_model().model.layers
+    here: list[int] = []
+
+    def look(*_: Any) -> None:
+        here.append(sum(type(layer.mlp.up_proj.weight) is nn.Parameter for layer in layers))
+
+    for layer in layers:
+        layer.register_forward_hook(look)
+        layer.self_attn.q_proj.lora_A.default.weight.register_hook(look)
+    engine.backward(transformers_loss(engine, RANK))
+    look()
+    engine.step()
+    assert len(here) == 2 * len(layers) + 1
+    assert max(here) <= 3  # of eight: the one that runs, the next one, and the last one
+    assert here[-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lora_adapters_are_saved_whole(tmp_path: Path) -> None:
+    """peft's own saving: of a gathered model, or of gathered adapters handed to it."""
+    peft = pytest.importorskip("peft")
+    saved: list[dict[str, torch.Tensor]] = []
+    for stage in (0, 3):
+        engine = train(lora, transformers_loss, config(stage)).engine
+        model = engine.module
+        adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        folders = [tmp_path / f"{stage}-{name}" for name in ("model", "adapters")]
+        with hpczero.zero.GatheredParameters(model):
+            if RANK == 0:
+                saved.append(tensors(peft.get_peft_model_state_dict(model)))
+                model.save_pretrained(folders[0])
+        with hpczero.zero.GatheredParameters(list(adapters.values())):
+            if stage == 3:
+                assert isinstance(model.get_input_embeddings().weight, ReleasedParameter)
+            if RANK == 0:
+                state = {name: parameter.detach() for name, parameter in adapters.items()}
+                saved.append(tensors(peft.get_peft_model_state_dict(model, state_dict=state)))
+                model.save_pretrained(folders[1], state_dict=state)
+        if RANK == 0:
+            saved.extend(tensors(peft.load_peft_weights(folder)) for folder in folders)
+    if RANK != 0:
+        return
+    assert len(saved[0]) == 8 * 2 * 2
+    assert {tuple(value.shape) for value in saved[0].values()} == {(3, 16), (16, 3), (8, 3)}
+    assert all(value.any() for value in saved[0].values())  # B is zero until it is trained
+    for other in saved[1:]:
+        assert other.keys() == saved[0].keys()
+        assert all(torch.equal(other[name], value) for name, value in saved[0].items())
+
+
+def tensors(state: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+class Recurrent(nn.Module):
+    """torch's LSTM hands its weights on as a list that it keeps, not by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, 7, num_layers=2, bidirectional=True)  # at the root
+        self.rest = nn.ModuleList(nn.LSTM(14, 14) for _ in range(2))  # blocks
+        self.head = nn.Linear(14, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.first(x.view(2, 2, WIDTH))
+        for lstm in self.rest:
+            x, _ = lstm(x)
+        return self.head(x).square().sum(-1).mean()
+
+
+def test_lstm() -> None:
+    check(Recurrent, feature_loss)
 
 
 class ConvNet(nn.Module):
