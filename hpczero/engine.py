@@ -83,10 +83,12 @@ class Engine:
         self.skipped_steps = 0
         """Steps whose update was skipped because a gradient wasn't finite (fp16)."""
         self._backwards = 0
+        self._backward_due = True
+        """Whether there is no backward in this micro-step yet."""
         self._precision = Precision.of(self.config)
         self._scaler = self._precision.scaler
-        settings = f"config: {self.config!r}"
-        agreement.compare(self.world, "model or config", [settings, *agreement.describe(model)])
+        settings = agreement.settings(self.config.model_dump())
+        agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._ledger = Ledger()
@@ -130,6 +132,7 @@ class Engine:
         (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._runtime.end_backward()
         self._backwards += 1
+        self._backward_due = False
         return scaled.detach()
 
     def step(self) -> None:
@@ -139,10 +142,11 @@ class Engine:
         replicated and states are not, the all-gather of the new weights.
 
         Raises:
-            RuntimeError: no `engine.backward` since the last update, or a bare `loss.backward()`.
+            RuntimeError: no `engine.backward` in this micro-step, or a bare `loss.backward()`.
             Disagreement: the ranks ran different modules or numbers of micro-steps.
         """
         self._check_backward()
+        self._backward_due = True
         self.micro_steps += 1
         if self.micro_steps % self.config.accumulation:
             return
@@ -383,10 +387,11 @@ class Engine:
             )
         if not self._syncs:
             raise RuntimeError("engine.step() inside engine.no_sync(): end the block first")
-        if self.is_gradient_accumulation_boundary() and self._backwards == 0:
+        if self._backward_due:
             raise RuntimeError(
                 f"engine.step() at micro-step {self.micro_steps + 1} without an engine.backward() "
-                "since the last update: there is no gradient to step with"
+                "since the last engine.step(): call both in each of the "
+                f"{self.config.accumulation} micro-steps of an update, on all ranks"
             )
 
     def _exchange(self) -> tuple[float, list[bool]]:

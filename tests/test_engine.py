@@ -301,10 +301,16 @@ def test_a_bare_backward_is_named(stage: int) -> None:
         engine.step()
 
 
-def test_a_step_without_backward_is_named() -> None:
-    engine = hpczero.Engine(TinyLM(), config(1))
-    with pytest.raises(RuntimeError, match=r"without an engine\.backward"):
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_micro_step_without_backward_is_named(stage: int, accumulation: int) -> None:
+    engine = hpczero.Engine(TinyLM(), config(stage, accumulation=accumulation))
+    for number in (1, 2, 3):
+        with pytest.raises(RuntimeError, match=rf"micro-step {number} without an engine\.backward"):
+            engine.step()
+        engine.backward(engine(tokens(RANK)))
         engine.step()
+    assert (engine.micro_steps, engine.global_steps) == (3, 3 // accumulation)
 
 
 def test_a_step_inside_gathered_parameters_is_named() -> None:
@@ -329,8 +335,12 @@ def test_models_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
 def test_configs_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
     if SIZE == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(hpczero.Disagreement, match=r"differ in their model or config"):
-        hpczero.Engine(TinyLM(), config(2 if RANK == 0 else 3), world_comm)
+    odd = SIZE - 1
+    expected = rf"rank {odd}: config optimizer\.params\.lr: 0\.5\n"
+    settings = config(2)
+    settings["optimizer"]["params"]["lr"] = 0.5 if odd == RANK else 0.25
+    with pytest.raises(hpczero.Disagreement, match=expected):
+        hpczero.Engine(TinyLM(), settings, world_comm)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
