@@ -290,8 +290,11 @@ if rank == 1:
 def test_rank_that_ends_early_is_named(
     stage: int, accumulation: int, job: Callable[..., Job]
 ) -> None:
-    done = job(2 + stage % 2, leave("train(engine, 3)", stage, accumulation))
-    assert_failed(done, "rank 0 of ", "do all ranks get the same number of batches")
+    n = 2 + stage % 2
+    done = job(n, leave("train(engine, 3)", stage, accumulation))
+    assert_failed(done, f" of {n}", "do all ranks get the same number of batches")
+    # Rank 0, unless the machine kept it from speaking for REPORTER_SECONDS.
+    assert "hpczero: rank 1 of" not in done.stdout
     assert "Disagreement: the ranks disagree" in done.stdout
     assert "rank 1: has left" in done.stdout
 
