@@ -363,11 +363,12 @@ class Engine:
     def _build_units(self) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
         arena = Arena(self._ledger)
+        zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
         for part in group(self.module):
             name = ROOT if part.module is self.module else modules[id(part.module)]
             unit = units.setdefault(name, Unit(name, part.module))
-            bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena)
+            bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena, zero)
             unit.buckets.append(bucket)
         return list(units.values())
 

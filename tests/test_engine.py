@@ -14,6 +14,7 @@ from torch import nn
 
 import hpczero
 from hpczero import sizing
+from hpczero.comm.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -65,6 +66,51 @@ def test_recomputation_changes_nothing(recompute: str, dtype: str) -> None:
 @pytest.mark.parametrize("prefetch", [0, 500, 10**9])
 def test_prefetch_changes_nothing(prefetch: int) -> None:
     assert_same_bits([train(TinyLM, lm_loss, config(3, prefetch=p)) for p in ("auto", prefetch)])
+
+
+class Spy:
+    """A communicator that notes its largest message: bytes from all ranks together."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.largest = comm, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+    def Allgather(self, send: Any, received: Any) -> None:  # noqa: N802
+        whole = not isinstance(received, list)
+        nbytes = received.nbytes if whole else received[2].Get_size() * self.comm.size
+        self.largest = max(self.largest, nbytes)
+        self.comm.Allgather(send, received)
+
+    def Isend(self, data: MPI.buffer, peer: int) -> MPI.Request:  # noqa: N802
+        self.largest = max(self.largest, data.nbytes * self.comm.size)
+        return self.comm.Isend(data, peer)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bucket_sizes_cut_messages(
+    stage: int, world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World.of(world_comm)
+    runs = []
+    for sizes in ({}, {"reduce_bucket_size": 130, "allgather_bucket_size": 100}):
+        spies = [Spy(world.reductions.comm), Spy(world.gathers.comm)]
+        monkeypatch.setattr(world.reductions, "comm", spies[0])
+        monkeypatch.setattr(world.gathers, "comm", spies[1])
+        settings = config(stage)
+        settings["zero_optimization"].update(sizes)
+        runs.append(train(TinyLM, lm_loss, settings, world_comm))
+        monkeypatch.undo()
+        for spy, limit in zip(spies[: 1 + (stage > 0)], (130, 100), strict=False):
+            if sizes:
+                assert 4 * (limit - SIZE) < spy.largest <= 4 * limit
+            else:
+                assert spy.largest > 4 * 1000
+        calls = runs[-1].engine.traffic()["calls"]
+        assert calls == runs[0].engine.traffic()["calls"]
+    assert_same_bits(runs)
 
 
 def test_world_of_one_rank_is_the_same_road() -> None:

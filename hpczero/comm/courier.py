@@ -97,7 +97,7 @@ class Courier:
             "all_gather",
             cargo,
             full,
-            lambda: collectives.all_gather(self.comm, full, shard),
+            lambda: collectives.all_gather(self.comm, full, shard, cargo.piece),
         )
 
     def reduce_scatter(
@@ -115,7 +115,7 @@ class Courier:
             cargo,
             full,
             lambda: collectives.reduce_scatter(
-                self.comm, full, out, self.staging, divisor=divisor, add=add
+                self.comm, full, out, self.staging, divisor=divisor, add=add, piece=cargo.piece
             ),
         )
 
@@ -134,7 +134,13 @@ class Courier:
             cargo,
             full,
             lambda: collectives.all_reduce(
-                self.comm, full, self.staging, out=out, divisor=divisor, add=add
+                self.comm,
+                full,
+                self.staging,
+                out=out,
+                divisor=divisor,
+                add=add,
+                piece=cargo.piece,
             ),
             factor=2,
         )

@@ -9,6 +9,7 @@ import torch
 
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
+from hpczero.config import ZeroOptimization
 from hpczero.partition.arena import Arena, Kind, Ledger
 from hpczero.partition.grouping import Group
 from hpczero.partition.layout import Layout
@@ -34,6 +35,7 @@ class Bucket:
         world: World,
         ledger: Ledger,
         arena: Arena,
+        zero: ZeroOptimization,
     ) -> None:
         self.name = group.name
         self.params = [parameter for _, parameter in group.parameters]
@@ -42,7 +44,7 @@ class Bucket:
         self.layout = Layout.of(
             [(name, tuple(parameter.shape)) for name, parameter in group.parameters], world.size
         )
-        self._world, self._ledger, self._arena = world, ledger, arena
+        self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
         self._gathers_needed = plan.params.scope == "world"
         self._publishes = plan.states.scope == "world" and not self._gathers_needed
         self.held = 0
@@ -124,7 +126,10 @@ class Bucket:
         return self.layout.padded * self.dtype.itemsize
 
     def _cargo(self, purpose: str, dtype: torch.dtype) -> Cargo:
-        return Cargo(purpose, self.name, self.layout.numel * dtype.itemsize)
+        zero = self._zero
+        piece = zero.reduce_bucket_size if purpose == "gradients" else zero.allgather_bucket_size
+        payload = self.layout.numel * dtype.itemsize
+        return Cargo(purpose, self.name, payload, None if piece == "auto" else piece)
 
     # Gather and release #
 
