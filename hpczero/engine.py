@@ -96,10 +96,7 @@ class Engine:
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        prefetch = self.config.zero_optimization.stage3_prefetch_bucket_size
-        self._runtime = Runtime(
-            model, self._units, self.world, None if prefetch == "auto" else prefetch
-        )
+        self._runtime = Runtime(model, self._units, self.world, self.config.zero_optimization)
         self._optimizer = ShardedOptimizer(source, groups, buckets)
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
@@ -342,6 +339,7 @@ class Engine:
                 bucket.trainable,
                 "" if unit.name == ROOT else unit.name,
                 bucket.dtype.itemsize,
+                bucket.persistent,
             )
             for unit in self._units
             for bucket in unit.buckets

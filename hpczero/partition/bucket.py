@@ -49,6 +49,8 @@ class Bucket:
         self._publishes = plan.states.scope == "world" and not self._gathers_needed
         self.held = 0
         """How many GatheredParameters forbid the release."""
+        self.persistent = False
+        """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
         self._classes = [type(parameter) for parameter in self.params]
         self._build(plan)
@@ -155,25 +157,34 @@ class Bucket:
             parameter.__class__ = original
 
     def release(self) -> None:
-        """Give the gathered weights back, unless held or replicated.
+        """Give the gathered weights back, unless held, persistent or replicated.
 
         The storage is emptied in place: whoever saved a view of it finds the weights again after
         the next gather. While foreign views of it are alive it is kept, so that reading one is
         never reading freed memory; see `free`.
         """
-        if not self._gathers_needed or not self.gathered or self.held:
-            return
+        if self._gathers_needed and self.gathered and not self.held and not self.persistent:
+            self._forget()
+            self.free()
+
+    def outdate(self) -> bool:
+        """Forget persistent weights that an update has changed; tell whether there were any."""
+        outdated = self.persistent and self.trainable and self.gathered
+        if outdated:
+            self._forget()
+        return outdated
+
+    def _forget(self) -> None:
         if self._ready is not None:
             self._ready.result()  # the courier still writes into it
             self._ready = None
         self.gathered = False
         for parameter in self.params:
             parameter.__class__ = ReleasedParameter
-        self.free()
 
     def free(self) -> bool:
         """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
-        if self.gathered or self.full.untyped_storage().nbytes() == 0:
+        if self.gathered or self.persistent or self.full.untyped_storage().nbytes() == 0:
             return True
         if self._count_aliases() > self._aliases:
             return False
