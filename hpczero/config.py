@@ -73,9 +73,9 @@ class ZeroOptimization(Section):
     path: ClassVar = "zero_optimization"
     stage: Annotated[Integer, Field(ge=0, le=3)] = 0
     reduce_bucket_size: PositiveSize = "auto"
-    """Elements in a message of gradients."""
+    """Elements of a bucket's gradients that travel at a time, at most."""
     allgather_bucket_size: PositiveSize = "auto"
-    """Elements in a message of weights."""
+    """Elements of a bucket's weights that travel at a time, at most."""
     sub_group_size: PositiveSize = "auto"
     """Elements that the optimizer updates at a time."""
     stage3_prefetch_bucket_size: Size = "auto"

@@ -83,10 +83,12 @@ class Engine:
         self.skipped_steps = 0
         """Steps whose update was skipped because a gradient wasn't finite (fp16)."""
         self._backwards = 0
+        self._backward_due = True
+        """Whether there is no backward in this micro-step yet."""
         self._precision = Precision.of(self.config)
         self._scaler = self._precision.scaler
-        settings = f"config: {self.config!r}"
-        agreement.compare(self.world, "model or config", [settings, *agreement.describe(model)])
+        settings = agreement.settings(self.config.model_dump())
+        agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._ledger = Ledger()
@@ -94,10 +96,7 @@ class Engine:
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        prefetch = self.config.zero_optimization.stage3_prefetch_bucket_size
-        self._runtime = Runtime(
-            model, self._units, self.world, None if prefetch == "auto" else prefetch
-        )
+        self._runtime = Runtime(model, self._units, self.world, self.config.zero_optimization)
         self._optimizer = ShardedOptimizer(source, groups, buckets)
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
@@ -130,6 +129,7 @@ class Engine:
         (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._runtime.end_backward()
         self._backwards += 1
+        self._backward_due = False
         return scaled.detach()
 
     def step(self) -> None:
@@ -139,10 +139,11 @@ class Engine:
         replicated and states are not, the all-gather of the new weights.
 
         Raises:
-            RuntimeError: no `engine.backward` since the last update, or a bare `loss.backward()`.
+            RuntimeError: no `engine.backward` in this micro-step, or a bare `loss.backward()`.
             Disagreement: the ranks ran different modules or numbers of micro-steps.
         """
         self._check_backward()
+        self._backward_due = True
         self.micro_steps += 1
         if self.micro_steps % self.config.accumulation:
             return
@@ -338,6 +339,7 @@ class Engine:
                 bucket.trainable,
                 "" if unit.name == ROOT else unit.name,
                 bucket.dtype.itemsize,
+                bucket.persistent,
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -359,11 +361,12 @@ class Engine:
     def _build_units(self) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
         arena = Arena(self._ledger)
+        zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
         for part in group(self.module):
             name = ROOT if part.module is self.module else modules[id(part.module)]
             unit = units.setdefault(name, Unit(name, part.module))
-            bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena)
+            bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena, zero)
             unit.buckets.append(bucket)
         return list(units.values())
 
@@ -383,10 +386,11 @@ class Engine:
             )
         if not self._syncs:
             raise RuntimeError("engine.step() inside engine.no_sync(): end the block first")
-        if self.is_gradient_accumulation_boundary() and self._backwards == 0:
+        if self._backward_due:
             raise RuntimeError(
                 f"engine.step() at micro-step {self.micro_steps + 1} without an engine.backward() "
-                "since the last update: there is no gradient to step with"
+                "since the last engine.step(): call both in each of the "
+                f"{self.config.accumulation} micro-steps of an update, on all ranks"
             )
 
     def _exchange(self) -> tuple[float, list[bool]]:

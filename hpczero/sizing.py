@@ -11,7 +11,8 @@ Per parameter and rank, with N ranks (ZeRO's counting for mixed-precision Adam, 
 Gradients are fp32 as soon as they accumulate over micro-steps. With fp32 compute the parameters
 are their own master weights, so that Adam's two moments are the only states. A frozen parameter
 has its weight and nothing else. Whatever a rank holds beyond these formulas is a buffer, and
-`buffer_bytes` says how large each buffer is.
+`buffer_bytes` says how large each buffer is. What `stage3_max_reuse_distance` or a larger prefetch
+keeps gathered comes on top of it, up to `stage3_max_live_parameters` elements.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class BucketShape(NamedTuple):
     trainable: bool
     unit: str  # the module whose hooks gather it; "" is the root
     item_bytes: int  # of the compute dtype
+    persistent: bool = False  # at stage 3: stays gathered
 
 
 class PerElement(NamedTuple):
@@ -68,7 +70,10 @@ def buffer_bytes(
     padded = _states(((shape, shape.padded) for shape in shapes), stage, world, accumulation)
     exact = state_bytes(shapes, stage, world, accumulation)
     padding = sum(padded.values()) - sum(exact.values())
-    gathered = _root_and_largest(shapes) if stage == 3 else 0
+    gathered = 0
+    if stage == 3:
+        gathered = _root_and_largest([shape for shape in shapes if not shape.persistent])
+        gathered += sum(shape.padded * shape.item_bytes for shape in shapes if shape.persistent)
     slots = _root_and_largest([s for s in shapes if s.trainable]) if stage >= 2 else 0
     return padding + gathered + slots + wire_bytes(world)
 
@@ -93,7 +98,9 @@ def memory_formula(
     }
 
 
-def traffic_multiples(stage: int, backwards: int, item_bytes: int, accumulation: int = 1) -> int:
+def traffic_multiples(
+    stage: int, backwards: int, item_bytes: int, accumulation: int = 1, persistent: float = 0.0
+) -> float:
     """Return the logical traffic of one step in multiples of the model's bytes.
 
     Args:
@@ -101,13 +108,15 @@ def traffic_multiples(stage: int, backwards: int, item_bytes: int, accumulation:
         backwards: backward passes of the whole step, all micro-steps together.
         item_bytes: of the compute dtype.
         accumulation: micro-steps per step; gradients add up in fp32 when there are several.
+        persistent: the part of the model that stays gathered at stage 3, from 0 to 1: it is
+            gathered once per step in place of twice per backward.
     """
     gradient = (4 if accumulation > 1 else item_bytes) // item_bytes
     return {
         0: 2 * gradient,  # an all-reduce is a reduce-scatter and an all-gather
         1: gradient + 1,
         2: backwards + 1,
-        3: 3 * backwards,
+        3: 3 * backwards - persistent * (2 * backwards - 1),
     }[stage]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 
 import hpczero
 from hpczero import sizing
+from hpczero.comm.world import World
+from hpczero.partition.bucket import Bucket
 
 pytestmark = pytest.mark.mpi
 
@@ -65,6 +68,193 @@ def test_recomputation_changes_nothing(recompute: str, dtype: str) -> None:
 @pytest.mark.parametrize("prefetch", [0, 500, 10**9])
 def test_prefetch_changes_nothing(prefetch: int) -> None:
     assert_same_bits([train(TinyLM, lm_loss, config(3, prefetch=p)) for p in ("auto", prefetch)])
+
+
+class Spy:
+    """A communicator that notes its largest message: bytes from all ranks together."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.largest = comm, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+    def Allgather(self, send: Any, received: Any) -> None:  # noqa: N802
+        whole = not isinstance(received, list)
+        nbytes = received.nbytes if whole else received[2].Get_size() * self.comm.size
+        self.largest = max(self.largest, nbytes)
+        self.comm.Allgather(send, received)
+
+    def Isend(self, data: MPI.buffer, peer: int) -> MPI.Request:  # noqa: N802
+        self.largest = max(self.largest, data.nbytes * self.comm.size)
+        return self.comm.Isend(data, peer)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bucket_sizes_cut_messages(
+    stage: int, world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World.of(world_comm)
+    runs = []
+    for sizes in ({}, {"reduce_bucket_size": 130, "allgather_bucket_size": 100}):
+        spies = [Spy(world.reductions.comm), Spy(world.gathers.comm)]
+        monkeypatch.setattr(world.reductions, "comm", spies[0])
+        monkeypatch.setattr(world.gathers, "comm", spies[1])
+        settings = config(stage)
+        settings["zero_optimization"].update(sizes)
+        runs.append(train(TinyLM, lm_loss, settings, world_comm))
+        monkeypatch.undo()
+        for spy, limit in zip(spies[: 1 + (stage > 0)], (130, 100), strict=False):
+            if sizes:
+                assert 4 * (limit - SIZE) < spy.largest <= 4 * limit
+            else:
+                assert spy.largest > 4 * 1000
+        calls = runs[-1].engine.traffic()["calls"]
+        assert calls == runs[0].engine.traffic()["calls"]
+    assert_same_bits(runs)
+
+
+def limited(accumulation: int = 1, **limits: int) -> dict[str, Any]:
+    """Return a config of stage 3 with these keys `stage3_...`."""
+    settings = config(3, accumulation=accumulation)
+    settings["zero_optimization"].update({f"stage3_{key}": n for key, n in limits.items()})
+    return settings
+
+
+def shrinking(frozen: bool = False) -> nn.Module:
+    widths = [(12, 30), (30, 12), (12, 5), (5, 3)]
+    model = Squared(nn.Sequential(*(nn.Linear(*width) for width in widths)))
+    model.inner[3].requires_grad_(not frozen)
+    return model
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("limits", "stay"),
+    [
+        ({"param_persistence_threshold": 15}, ""),
+        ({"param_persistence_threshold": 61}, "23"),
+        ({"param_persistence_threshold": 61, "model_persistence_threshold": 20}, "3"),
+        ({"param_persistence_threshold": 10**9}, "0123"),
+    ],
+)
+def test_small_parameters_stay_gathered(
+    limits: dict[str, int], stay: str, accumulation: int
+) -> None:
+    runs = [train(shrinking, feature_loss, limited(accumulation, **keys)) for keys in ({}, limits)]
+    assert_same_bits(runs)
+    engine = runs[1].engine
+    shapes = engine.bucket_shapes()
+    assert [shape.name for shape in shapes if shape.persistent] == [f"inner.{i}" for i in stay]
+    part = sum(shape.numel for shape in shapes if shape.persistent) / engine.parameters_count
+    expected = sizing.traffic_multiples(3, accumulation, 4, accumulation, part)
+    assert engine.traffic()["multiples"] == pytest.approx(expected, abs=1e-9)
+    memory = engine.memory()
+    formula = sizing.memory_formula(shapes, 3, SIZE, accumulation)
+    assert sum(memory[kind] for kind in formula) <= sum(formula.values())
+    assert memory["params"] == runs[0].engine.memory()["params"]
+    if stay:  # what an update has outdated can't be read
+        with pytest.raises(RuntimeError, match="partitioned over the ranks and released"):
+            engine.module.inner[3].weight.sum()
+
+
+def test_what_is_frozen_and_persistent_is_gathered_once() -> None:
+    settings = limited(param_persistence_threshold=61)
+    run = train(lambda: shrinking(frozen=True), feature_loss, settings)
+    assert_same_bits([train(lambda: shrinking(frozen=True), feature_loss, config(2)), run])
+    calls = run.engine.traffic()["by_purpose"]["parameters"]["calls"]
+    assert calls == 2 + 2 + 1 + 0
+    run.engine.module.inner[3].weight.sum()
+
+
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return the most elements that were gathered at a time since the last call."""
+    gathered: dict[Bucket, int] = {}
+    marks = [0]
+    original = Bucket.gather
+
+    def gather(bucket: Bucket) -> None:
+        original(bucket)
+        gathered[bucket] = bucket.layout.padded
+        marks.append(sum(size for bucket, size in gathered.items() if bucket.gathered))
+
+    def largest() -> int:
+        result = max(marks)
+        marks[:] = [0]
+        gathered.clear()
+        return result
+
+    monkeypatch.setattr(Bucket, "gather", gather)
+    return largest
+
+
+def sizes_of_units() -> tuple[int, int]:
+    """Return the padded elements of TinyLM's root and of a block."""
+    root, block, *_ = hpczero.Engine(TinyLM(), config(3)).bucket_shapes()
+    return root.padded, block.padded
+
+
+@pytest.mark.parametrize(
+    ("reuse", "live", "gathers"),
+    [
+        (0, None, 8),  # root and three blocks, in forward and backward
+        (1, None, 7),  # backward begins with the root
+        ("root + 1", None, 6),  # and goes on with the last block
+        (10**9, None, 4),
+        (10**9, "root + 2 blocks", 5),
+        (10**9, 0, 8),
+    ],
+)
+def test_what_is_needed_soon_is_kept(
+    reuse: int | str, live: int | str | None, gathers: int, peak: Callable[[], int]
+) -> None:
+    root, block = sizes_of_units()
+    sizes: dict[Any, Any] = {"root + 1": root + 1, "root + 2 blocks": root + 2 * block}
+    limits = {"max_reuse_distance": sizes.get(reuse, reuse)}
+    if live is not None:
+        limits["max_live_parameters"] = sizes.get(live, live)
+    peak()
+    run = train(TinyLM, lm_loss, limited(**limits))
+    assert run.engine.traffic()["by_purpose"]["parameters"]["calls"] == gathers
+    if live is not None:
+        assert peak() == max(limits["max_live_parameters"], root + block)
+    elif reuse == 10**9:
+        assert peak() == root + 3 * block
+    recomputed = [
+        train(lambda how=how: TinyLM(recompute=how), lm_loss, limited(**limits))
+        for how in ("reentrant", "non-reentrant")
+    ]
+    assert_same_bits([train(TinyLM, lm_loss, config(3)), run, *recomputed])
+
+
+def test_live_parameters_bound_the_prefetch(peak: Callable[[], int]) -> None:
+    root, block = sizes_of_units()
+    runs = []
+    for blocks in (1, 2, 3):
+        peak()
+        settings = limited(prefetch_bucket_size=10**9, max_live_parameters=root + blocks * block)
+        runs.append(train(TinyLM, lm_loss, settings))
+        assert peak() == root + blocks * block
+    assert_same_bits(runs)
+
+
+def test_a_forward_between_backward_and_step_keeps_nothing_old() -> None:
+    def run(stage: int) -> list[float]:
+        torch.manual_seed(0)
+        settings = limited(max_reuse_distance=10**9, param_persistence_threshold=450)
+        settings["zero_optimization"]["stage"] = stage
+        engine = hpczero.Engine(TinyLM(), settings)
+        losses = []
+        for number in range(4):
+            engine.backward(engine(tokens(10 * number + RANK)))
+            losses.append(engine(tokens(RANK)).item())
+            engine.step()
+            losses.append(engine(tokens(RANK)).item())
+        return losses
+
+    assert run(3) == run(2)
 
 
 def test_world_of_one_rank_is_the_same_road() -> None:
@@ -301,10 +491,16 @@ def test_a_bare_backward_is_named(stage: int) -> None:
         engine.step()
 
 
-def test_a_step_without_backward_is_named() -> None:
-    engine = hpczero.Engine(TinyLM(), config(1))
-    with pytest.raises(RuntimeError, match=r"without an engine\.backward"):
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_micro_step_without_backward_is_named(stage: int, accumulation: int) -> None:
+    engine = hpczero.Engine(TinyLM(), config(stage, accumulation=accumulation))
+    for number in (1, 2, 3):
+        with pytest.raises(RuntimeError, match=rf"micro-step {number} without an engine\.backward"):
+            engine.step()
+        engine.backward(engine(tokens(RANK)))
         engine.step()
+    assert (engine.micro_steps, engine.global_steps) == (3, 3 // accumulation)
 
 
 def test_a_step_inside_gathered_parameters_is_named() -> None:
@@ -329,8 +525,12 @@ def test_models_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
 def test_configs_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
     if SIZE == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(hpczero.Disagreement, match=r"differ in their model or config"):
-        hpczero.Engine(TinyLM(), config(2 if RANK == 0 else 3), world_comm)
+    odd = SIZE - 1
+    expected = rf"rank {odd}: config optimizer\.params\.lr: 0\.5\n"
+    settings = config(2)
+    settings["optimizer"]["params"]["lr"] = 0.5 if odd == RANK else 0.25
+    with pytest.raises(hpczero.Disagreement, match=expected):
+        hpczero.Engine(TinyLM(), settings, world_comm)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -118,6 +118,19 @@ def test_buffers_are_the_roots_and_the_two_largest_other_units() -> None:
     }
 
 
+def test_what_is_persistent_is_a_whole_buffer_beside_its_shard() -> None:
+    shapes = [
+        BucketShape("root", 128, 128, True, "", 2),
+        *(BucketShape(f"blocks.{i}", 256, 256, True, f"blocks.{i}", 2) for i in range(4)),
+    ]
+    kept = [shapes[0]._replace(persistent=True), *shapes[1:3]]
+    kept += [shape._replace(persistent=True) for shape in shapes[3:]]
+    assert buffer_bytes(kept, 3, 2) == buffer_bytes(shapes, 3, 2) + 2 * 2 * 256
+    for stage in range(3):
+        assert memory_formula(kept, stage, 2) == memory_formula(shapes, stage, 2)
+    assert state_bytes(kept, 3, 2) == state_bytes(shapes, 3, 2)
+
+
 def test_a_reduction_stages_8_mib_at_most_up_to_128_ranks() -> None:
     assert [wire_piece(ranks) for ranks in (1, 8, 16, 128, 1000)] == [
         1 << 20, 1 << 20, 1 << 19, 1 << 16, 1 << 16,
@@ -131,3 +144,10 @@ def test_traffic() -> None:
     # k backwards: stages 2 and 3 reduce in each; bf16 gradients that accumulate travel as fp32.
     assert [traffic_multiples(stage, 4, 2, accumulation=4) for stage in range(4)] == [4, 3, 5, 12]
     assert [traffic_multiples(stage, 4, 4, accumulation=4) for stage in range(4)] == [2, 2, 5, 12]
+
+
+def test_traffic_of_what_is_persistent() -> None:
+    assert traffic_multiples(3, 1, 2, persistent=1.0) == 2  # one gather, one reduction
+    assert traffic_multiples(3, 4, 2, 4, persistent=1.0) == 5
+    assert traffic_multiples(3, 4, 2, 4, persistent=0.25) == 12 - 0.25 * 7
+    assert traffic_multiples(2, 4, 2, 4, persistent=0.25) == 5

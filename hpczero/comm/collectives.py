@@ -105,8 +105,15 @@ class Staging:
         return self._sums[dtype]
 
 
-def all_gather(comm: MPI.Intracomm, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """Fill `full` with the shards of all ranks, in rank order.
+def _share(piece: int | None, ranks: int, most: int) -> int:
+    """Return the elements of a shard that travel at a time, for a `piece` of the full vector."""
+    return most if piece is None else max(1, min(most, piece // ranks))
+
+
+def all_gather(
+    comm: MPI.Intracomm, full: torch.Tensor, shard: torch.Tensor, piece: int | None = None
+) -> None:
+    """Fill `full` with the shards of all ranks, in rank order, `piece` elements at a time.
 
     `full` has N times the elements of `shard`; `shard` may be rank's own slice of it.
     """
@@ -116,14 +123,15 @@ def all_gather(comm: MPI.Intracomm, full: torch.Tensor, shard: torch.Tensor) -> 
         own.copy_(shard)
     if comm.size == 1:
         return
-    stride = count * shard.element_size()
-    limit = PIECE_BYTES
+    item = shard.element_size()
+    stride = count * item
+    limit = item * _share(piece, comm.size, PIECE_BYTES // item)
     if stride <= limit:
         comm.Allgather(MPI.IN_PLACE, buffer(full))
         return
     everything = buffer(full)
     for start, stop in pieces(stride, limit):
-        # One element of this type is a piece of one rank's shard; its extent is the whole shard.
+        # One element of this type is a part of one rank's shard; its extent is the whole shard.
         column = MPI.BYTE.Create_contiguous(stop - start)
         strided = column.Create_resized(0, stride).Commit()
         comm.Allgather(MPI.IN_PLACE, [everything[start:], 1, strided])
@@ -139,15 +147,17 @@ def reduce_scatter(
     *,
     divisor: int = 1,
     add: bool = False,
+    piece: int | None = None,
 ) -> None:
     """Put the sum over ranks of this rank's slice of `full`, divided, into `out`.
 
     `out` may be the rank's own slice of `full`. With `add` the rounded result is added to `out` in
-    its dtype. Each rank sends (N-1)/N of `full` directly from where it lies.
+    its dtype. Each rank sends (N-1)/N of `full` directly from where it lies, at a time as much as
+    the staging holds and at most `piece` elements of `full`.
     """
     count, rank, size = out.numel(), comm.rank, comm.size
     rows = staging.rows(full.dtype)
-    for start, stop in pieces(count, rows.shape[1]):
+    for start, stop in pieces(count, _share(piece, size, rows.shape[1])):
         inward = [(rank - step) % size for step in range(1, size)]
         outward = [(rank + step) % size for step in range(1, size)]
         requests = [comm.Irecv(buffer(rows[peer], 0, stop - start), peer) for peer in inward]
@@ -190,6 +200,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     divisor: int = 1,
     add: bool = False,
+    piece: int | None = None,
 ) -> None:
     """Put the sum over ranks of `full`, divided, into `out` (default: `full`) on every rank.
 
@@ -199,8 +210,8 @@ def all_reduce(
     out = full if out is None else out
     count = full.numel() // comm.size
     own = out[comm.rank * count : (comm.rank + 1) * count]
-    reduce_scatter(comm, full, own, staging, divisor=divisor, add=add)
-    all_gather(comm, out, own)
+    reduce_scatter(comm, full, own, staging, divisor=divisor, add=add, piece=piece)
+    all_gather(comm, out, own, piece)
 
 
 def broadcast(comm: MPI.Intracomm, tensor: torch.Tensor, root: int = 0) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,19 +30,51 @@ class _Job(NamedTuple):
     future: Future[Any]
 
 
+class Fate:
+    """Share the first error among the Couriers of a World: it breaks all of them.
+
+    Whoever waits for one of them learns at once of an error of another. Else a rank would wait, in
+    the queue that works, for ranks that have long given up in the other.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
+
+    def watch(self, future: Future[Any]) -> None:
+        """Let a future fail with the others; raise the error that there is already."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+
+    def seal(self, error: BaseException) -> None:
+        """Fail all that is waited for. Collectives under way go on: other ranks may be in them."""
+        with self._lock:
+            self.error = self.error or error
+            waiting = list(self._waiting)
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+
+
 class Courier:
     """Carry collectives in the order of the calls, which must be the same on all ranks.
 
     Each method returns a Future at once and is called by all ranks; the tensors given must stay
     alive and untouched until it is done. Costs one thread and one duplicated communicator.
-    A failed collective breaks the Courier: the Futures behind it and every later call raise the
-    same error.
+    A failed collective breaks the Courier and those that share its Fate: all that is waited for and
+    every later call raise the same error.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, traffic: Traffic) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, name: str, traffic: Traffic, fate: Fate | None = None
+    ) -> None:
         self.comm = comm.Dup()
         self.name = name
-        self.failure: BaseException | None = None
+        self._fate = fate or Fate()
         self.staging = Staging(comm.size)
         self._traffic = traffic
         self._number = 0
@@ -51,6 +84,11 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name=f"hpczero-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return the error that broke this Courier."""
+        return self._fate.error
+
     # Collectives #
 
     def all_gather(self, cargo: Cargo, full: torch.Tensor, shard: torch.Tensor) -> Future[None]:
@@ -59,7 +97,7 @@ class Courier:
             "all_gather",
             cargo,
             full,
-            lambda: collectives.all_gather(self.comm, full, shard),
+            lambda: collectives.all_gather(self.comm, full, shard, cargo.piece),
         )
 
     def reduce_scatter(
@@ -77,7 +115,7 @@ class Courier:
             cargo,
             full,
             lambda: collectives.reduce_scatter(
-                self.comm, full, out, self.staging, divisor=divisor, add=add
+                self.comm, full, out, self.staging, divisor=divisor, add=add, piece=cargo.piece
             ),
         )
 
@@ -96,7 +134,13 @@ class Courier:
             cargo,
             full,
             lambda: collectives.all_reduce(
-                self.comm, full, self.staging, out=out, divisor=divisor, add=add
+                self.comm,
+                full,
+                self.staging,
+                out=out,
+                divisor=divisor,
+                add=add,
+                piece=cargo.piece,
             ),
             factor=2,
         )
@@ -165,9 +209,8 @@ class Courier:
         return self._submit(signature(collective, cargo, full), counted)
 
     def _submit(self, signature: Signature, run: Callable[[], Any]) -> Future[Any]:
-        if self.failure is not None:
-            raise self.failure
         job = _Job(signature, run, Future())
+        self._fate.watch(job.future)
         self._queue.put(job)
         return job.future
 
@@ -175,16 +218,15 @@ class Courier:
         while True:
             job = self._queue.get()
             if self.failure is not None:
-                job.future.set_exception(self.failure)
-                continue
+                continue  # its future has the error
             try:
                 self._agree(job.signature)
                 result = job.run()
             except BaseException as error:
-                self.failure = error
-                job.future.set_exception(error)
+                self._fate.seal(error)
             else:
-                job.future.set_result(result)
+                with contextlib.suppress(InvalidStateError):
+                    job.future.set_result(result)
                 if job.signature.collective == GOODBYE:
                     return
 

@@ -41,6 +41,8 @@ class Cargo(NamedTuple):
     name: str
     payload: int
     """Bytes of the full vector without padding: what the traffic formulas count."""
+    piece: int | None = None
+    """Elements of the full vector that travel at a time, at most; None is up to the collective."""
 
 
 class Signature(NamedTuple):

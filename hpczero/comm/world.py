@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from hpczero.comm import watch
 from hpczero.comm.collectives import Traffic
-from hpczero.comm.courier import Courier
+from hpczero.comm.courier import Courier, Fate
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
 
@@ -62,8 +62,9 @@ class World:
         self.nodes: int = sum(comm.allgather(self.local_rank == 0))
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
-        self.gathers = Courier(comm, "gathers", self.traffic)
-        self.reductions = Courier(comm, "reductions", self.traffic)
+        fate = Fate()
+        self.gathers = Courier(comm, "gathers", self.traffic, fate)
+        self.reductions = Courier(comm, "reductions", self.traffic, fate)
         _OPEN.add(self)
 
     @classmethod
@@ -79,7 +80,7 @@ class World:
     @property
     def broken(self) -> bool:
         """Tell whether a collective has failed, after which nothing can be carried any more."""
-        return self.gathers.failure is not None or self.reductions.failure is not None
+        return self.gathers.failure is not None
 
     def mean(self, value: float, purpose: str = "metrics") -> float:
         """Return the mean of a number over ranks, summed in rank order; all ranks call."""

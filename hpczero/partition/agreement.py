@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -17,6 +17,17 @@ from hpczero.errors import Disagreement
 def digest(lines: Sequence[str]) -> bytes:
     """Return 16 bytes that differ where the lines do."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+
+def settings(tree: Mapping[str, Any], prefix: str = "config ") -> list[str]:
+    """Return a line for each key of nested settings: `config zero_optimization.stage: 3`."""
+    lines: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            lines += settings(value, f"{prefix}{key}.")
+        else:
+            lines.append(f"{prefix}{key}: {value!r}")
+    return lines
 
 
 def describe(model: nn.Module) -> list[str]:
@@ -56,5 +67,6 @@ def raise_difference(world: World, what: str, lines: Sequence[str], where: str =
     found = "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in groups.items())
     raise Disagreement(
         f"the ranks differ in their {what} ({where}entry {index + 1}):\n{found}\n"
-        "all ranks must build the same model and run the same modules in one order"
+        "all ranks must build the same model from the same config and run the same modules in one "
+        "order"
     )

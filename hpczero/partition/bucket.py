@@ -9,6 +9,7 @@ import torch
 
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
+from hpczero.config import ZeroOptimization
 from hpczero.partition.arena import Arena, Kind, Ledger
 from hpczero.partition.grouping import Group
 from hpczero.partition.layout import Layout
@@ -34,6 +35,7 @@ class Bucket:
         world: World,
         ledger: Ledger,
         arena: Arena,
+        zero: ZeroOptimization,
     ) -> None:
         self.name = group.name
         self.params = [parameter for _, parameter in group.parameters]
@@ -42,11 +44,13 @@ class Bucket:
         self.layout = Layout.of(
             [(name, tuple(parameter.shape)) for name, parameter in group.parameters], world.size
         )
-        self._world, self._ledger, self._arena = world, ledger, arena
+        self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
         self._gathers_needed = plan.params.scope == "world"
         self._publishes = plan.states.scope == "world" and not self._gathers_needed
         self.held = 0
         """How many GatheredParameters forbid the release."""
+        self.persistent = False
+        """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
         self._classes = [type(parameter) for parameter in self.params]
         self._build(plan)
@@ -124,7 +128,10 @@ class Bucket:
         return self.layout.padded * self.dtype.itemsize
 
     def _cargo(self, purpose: str, dtype: torch.dtype) -> Cargo:
-        return Cargo(purpose, self.name, self.layout.numel * dtype.itemsize)
+        zero = self._zero
+        piece = zero.reduce_bucket_size if purpose == "gradients" else zero.allgather_bucket_size
+        payload = self.layout.numel * dtype.itemsize
+        return Cargo(purpose, self.name, payload, None if piece == "auto" else piece)
 
     # Gather and release #
 
@@ -150,25 +157,34 @@ class Bucket:
             parameter.__class__ = original
 
     def release(self) -> None:
-        """Give the gathered weights back, unless held or replicated.
+        """Give the gathered weights back, unless held, persistent or replicated.
 
         The storage is emptied in place: whoever saved a view of it finds the weights again after
         the next gather. While foreign views of it are alive it is kept, so that reading one is
         never reading freed memory; see `free`.
         """
-        if not self._gathers_needed or not self.gathered or self.held:
-            return
+        if self._gathers_needed and self.gathered and not self.held and not self.persistent:
+            self._forget()
+            self.free()
+
+    def outdate(self) -> bool:
+        """Forget persistent weights that an update has changed; tell whether there were any."""
+        outdated = self.persistent and self.trainable and self.gathered
+        if outdated:
+            self._forget()
+        return outdated
+
+    def _forget(self) -> None:
         if self._ready is not None:
             self._ready.result()  # the courier still writes into it
             self._ready = None
         self.gathered = False
         for parameter in self.params:
             parameter.__class__ = ReleasedParameter
-        self.free()
 
     def free(self) -> bool:
         """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
-        if self.gathered or self.full.untyped_storage().nbytes() == 0:
+        if self.gathered or self.persistent or self.full.untyped_storage().nbytes() == 0:
             return True
         if self._count_aliases() > self._aliases:
             return False

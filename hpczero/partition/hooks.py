@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
+from hpczero.config import ZeroOptimization
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.grouping import ROOT
+from hpczero.partition.layout import persistent
 from hpczero.partition.reducer import Reducer
 from hpczero.partition.schedule import Schedule
 from hpczero.partition.tensor import OWNERS
@@ -68,11 +71,11 @@ class Runtime:
     """Drive the buckets of a model through forward and backward.
 
     The hooks call down only: unit -> bucket -> courier. Everything posted is a function of the
-    order in which hooks fire, never of time, so that all ranks post alike.
+    order in which hooks fire and of `zero`, never of time, so that all ranks post alike.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], world: World, prefetch_numel: int | None
+        self, model: nn.Module, units: Sequence[Unit], world: World, zero: ZeroOptimization
     ) -> None:
         self.model = model
         self.units = list(units)
@@ -81,21 +84,33 @@ class Runtime:
         self._root = next(unit for unit in units if unit.name == ROOT)
         self._world = world
         self.reducer = Reducer(self.buckets, lambda bucket: self._unit_of[id(bucket)].runs == 0)
-        self._prefetch_numel = prefetch_numel
-        if prefetch_numel is None:
-            self._prefetch_numel = max(unit.numel for unit in self.units)
+        largest = max(unit.numel for unit in self.units)
+        self._prefetch_numel = _given(zero.stage3_prefetch_bucket_size, largest)
+        self._most_live = _given(zero.stage3_max_live_parameters, None)
+        self._reuse_distance = _given(zero.stage3_max_reuse_distance, 0)
         self._forward: Schedule[Unit] = Schedule()
         self._backward: Schedule[Unit] = Schedule()
         self._active: list[Unit] = []
         self._current: Unit | None = None
         self._in_backward = False
+        self._backward_follows = False
+        """Whether the current forward makes a graph."""
         self._used: dict[Bucket, bool] = {}
         """Gathered buckets, oldest first; False: foreseen, not used yet."""
+        self._kept: dict[Bucket, None] = {}
+        """Those of them that stay for a later use, oldest first."""
         self._lingering: list[Bucket] = []
         self.uses: list[str] = []
         """What was gathered for use since the last step: all ranks must show the same."""
         self.stray: str | None = None
         """A parameter whose gradient came outside `engine.backward`."""
+        stay = persistent(
+            [bucket.layout for bucket in self.buckets],
+            _given(zero.stage3_param_persistence_threshold, 0),
+            _given(zero.stage3_model_persistence_threshold, None),
+        )
+        for bucket, stays in zip(self.buckets, stay, strict=True):
+            bucket.persistent = stays and not bucket.gathered
         self._storages = {
             bucket.full.untyped_storage()._cdata: bucket
             for bucket in self.buckets
@@ -130,6 +145,7 @@ class Runtime:
                 return
             if unit is self._root and not self._active:
                 self._forward.begin()
+                self._backward_follows = torch.is_grad_enabled()
                 if module.training and torch.is_grad_enabled():
                     self._broadcast_buffers()
             unit.runs += 1
@@ -162,7 +178,7 @@ class Runtime:
                 self.stray = name
                 return
             if bucket.take_grad(index):
-                self._release(bucket)
+                self._keep_or_release(bucket, self._backward.ahead())
                 self.reducer.close(bucket)
 
         return take_grad
@@ -197,13 +213,14 @@ class Runtime:
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
     def _leave_forward(self) -> None:
-        """Release what was used and isn't needed by a running unit or by the next one."""
+        """Release what was used and isn't needed by a running unit or soon."""
         following = next(self._forward.ahead(), None)
         for bucket, used in list(self._used.items()):
             unit = self._unit_of[id(bucket)]
             wanted = unit in self._active or (unit is following and bool(self._active))
             if not wanted and (used or not self._active):
-                self._release(bucket)
+                backward = self._backward.next_pass() if self._backward_follows else ()
+                self._keep_or_release(bucket, chain(self._forward.ahead(), backward))
 
     # Backward #
 
@@ -252,7 +269,7 @@ class Runtime:
             self._current = unit
             for bucket, used in list(self._used.items()):
                 if used and self._unit_of[id(bucket)] not in (unit, self._root):
-                    self._release(bucket)
+                    self._keep_or_release(bucket, self._backward.ahead())
             if left is not None and left.visits >= left.runs and self._in_backward:
                 for bucket in left.buckets:
                     if bucket.trainable:
@@ -263,17 +280,43 @@ class Runtime:
 
     def _enter(self, unit: Unit, schedule: Schedule[Unit], phase: str) -> None:
         schedule.visit(unit)
+        self._make_room(unit)
         for bucket in unit.buckets:
             self._gather(bucket)
         self._prefetch(schedule)
         for bucket in unit.buckets:
             self.use(bucket, phase)
 
+    def _keep_or_release(self, bucket: Bucket, ahead: Iterable[Unit]) -> None:
+        """Release a bucket unless one of the next units needs it, within the reuse distance."""
+        distance = 0 if self._room() >= 0 else self._reuse_distance
+        for unit in ahead:
+            if distance >= self._reuse_distance:
+                break
+            if bucket in unit.buckets:
+                self._kept.setdefault(bucket)
+                return
+            distance += unit.numel
+        self._release(bucket)
+
+    def _room(self) -> float:
+        """Return how many elements may be gathered beside those that are."""
+        if self._most_live is None:
+            return float("inf")
+        return self._most_live - sum(bucket.layout.padded for bucket in self._used)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Release what is kept where a unit needs the room, first what backward needs last."""
+        missing = sum(bucket.layout.padded for bucket in unit.buckets if not bucket.gathered)
+        for bucket in list(self._kept):
+            if self._room() >= missing:
+                return
+            if bucket not in unit.buckets:
+                self._release(bucket)
+
     def _prefetch(self, schedule: Schedule[Unit]) -> None:
-        assert self._prefetch_numel is not None
-        room = self._prefetch_numel - sum(
-            bucket.layout.padded for bucket, used in self._used.items() if not used
-        )
+        foreseen = sum(bucket.layout.padded for bucket, used in self._used.items() if not used)
+        room = min(self._prefetch_numel - foreseen, self._room())
         for unit in schedule.ahead():
             missing = [bucket for bucket in unit.buckets if not bucket.gathered]
             room -= sum(bucket.layout.padded for bucket in missing)
@@ -291,7 +334,9 @@ class Runtime:
         """Bring a bucket's weights here and wait for them."""
         self._gather(bucket)
         bucket.wait()
-        if bucket in self._used and not self._used[bucket]:
+        kept = bucket in self._kept
+        self._kept.pop(bucket, None)
+        if kept or (bucket in self._used and not self._used[bucket]):
             self._used[bucket] = True
             self.uses.append(f"{bucket.name} in {phase}")
 
@@ -300,6 +345,7 @@ class Runtime:
         if bucket.gathered:
             return
         self._used.pop(bucket, None)
+        self._kept.pop(bucket, None)
         if not bucket.free():
             self._lingering.append(bucket)
         self._lingering = [bucket for bucket in self._lingering if not bucket.free()]
@@ -327,6 +373,11 @@ class Runtime:
         """Forget what belongs to this step."""
         self.uses.clear()
         self.reducer.end_step()
+        self.release_all()  # a forward after the backward may have left some
+        for bucket in self.buckets:
+            if bucket.outdate():
+                del self._used[bucket]
+                self._kept.pop(bucket, None)
         for unit in self.units:
             unit.runs = 0
 
@@ -347,3 +398,10 @@ class Runtime:
                     if self._world.rank != 0:
                         buffer.copy_(values)
                     start += buffer.numel()
+
+
+Limit = TypeVar("Limit", int, int | None)
+
+
+def _given(size: int | Literal["auto"], otherwise: Limit) -> int | Limit:
+    return otherwise if size == "auto" else size

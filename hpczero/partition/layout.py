@@ -65,6 +65,20 @@ class Layout(NamedTuple):
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
+def persistent(layouts: Sequence[Layout], threshold: int, total: int | None) -> list[bool]:
+    """Tell which flat runs stay gathered: those of parameters below `threshold` elements only.
+
+    In their order, as long as they have at most `total` elements together (None: no limit).
+    """
+    chosen, elements = [], 0
+    for layout in layouts:
+        small = max(slot.numel for slot in layout.slots) < threshold
+        fits = total is None or elements + layout.numel <= total
+        chosen.append(small and fits)
+        elements += layout.numel if chosen[-1] else 0
+    return chosen
+
+
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple that isn't below the value."""
     return -(-value // multiple) * multiple

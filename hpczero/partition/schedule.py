@@ -36,3 +36,7 @@ class Schedule(Generic[T]):
     def ahead(self) -> Iterator[T]:
         """Yield the units that are expected to run next."""
         yield from self._expected[self._position :]
+
+    def next_pass(self) -> Iterator[T]:
+        """Yield the units that the pass after this one is expected to run."""
+        yield from self._seen or self._expected

@@ -101,6 +101,20 @@ def test_all_reduce_is_the_reduce_scatter_bit_for_bit(world_comm: MPI.Intracomm)
     assert torch.equal(full[rank * 640 : (rank + 1) * 640], out)
 
 
+@pytest.mark.parametrize("piece", [1, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_change_no_bit(world_comm: MPI.Intracomm, dtype: torch.dtype, piece: int) -> None:
+    size, rank = world_comm.size, world_comm.rank
+    mine, staging = values(rank, 70 * size, dtype), Staging(size)
+    whole, cut = mine.clone(), mine.clone()
+    collectives.all_reduce(world_comm, whole, staging, divisor=size)
+    collectives.all_reduce(world_comm, cut, staging, divisor=size, piece=piece)
+    assert torch.equal(cut, whole)
+    collectives.all_gather(world_comm, whole, mine[:70])
+    collectives.all_gather(world_comm, cut, mine[:70], piece)
+    assert torch.equal(cut, whole)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool], ids=str)
 def test_broadcast(
     world_comm: MPI.Intracomm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

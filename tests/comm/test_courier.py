@@ -9,8 +9,8 @@ import torch
 from mpi4py import MPI
 
 from hpczero.comm.collectives import Count, Traffic
-from hpczero.comm.courier import Courier
-from hpczero.comm.wire import Cargo, pieces
+from hpczero.comm.courier import Courier, Fate
+from hpczero.comm.wire import Cargo, Signature, pieces
 from hpczero.errors import Disagreement
 
 pytestmark = pytest.mark.mpi
@@ -112,3 +112,20 @@ def test_goodbye_ends_the_thread(world_comm: MPI.Intracomm) -> None:
     courier.goodbye().result()
     courier._thread.join(timeout=10)
     assert threading.active_count() == before
+
+
+def test_whoever_waits_in_one_queue_learns_that_the_other_failed(world_comm: MPI.Intracomm) -> None:
+    if world_comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    fate, traffic = Fate(), Traffic()
+    works, fails = (Courier(world_comm, name, traffic, fate) for name in ("works", "fails"))
+    meeting = works.meet("here") if world_comm.rank == 0 else None  # the others don't come
+    job = fails.meet("here" if world_comm.rank == 0 else "there")
+    with pytest.raises(Disagreement, match="of the fails") as raised:
+        job.result()
+    if meeting is not None:
+        assert meeting.exception(timeout=1) is raised.value
+    with pytest.raises(Disagreement, match="of the fails"):
+        works.meet("here")
+    if meeting is None:  # let the thread of rank 0 go
+        works._agree(Signature("meeting", "here", 0, ""))

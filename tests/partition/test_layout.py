@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.partition.layout import ALIGN, Layout, round_up
+from hpczero.partition.layout import ALIGN, Layout, persistent, round_up
 
 shapes = st.lists(st.integers(0, 200), max_size=3).map(tuple)
 models = st.lists(shapes, max_size=12).map(lambda all_: [(f"p{i}", s) for i, s in enumerate(all_)])
@@ -62,3 +62,12 @@ def test_round_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - value < multiple
+
+
+def test_what_is_persistent() -> None:
+    layouts = [Layout.of([("a", (numel,)), ("b", (3,))], 2) for numel in (50, 10, 40, 20)]
+    assert persistent(layouts, 0, None) == [False] * 4
+    assert persistent(layouts, 40, None) == [False, True, False, True]
+    assert persistent(layouts, 51, None) == [True] * 4
+    assert persistent(layouts, 51, 90) == [True, True, False, True]  # 53 + 13 + 23
+    assert persistent(layouts, 51, 0) == [False] * 4

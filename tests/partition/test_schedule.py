@@ -31,6 +31,17 @@ def test_a_skipped_branch_and_a_new_unit() -> None:
     assert run(schedule, "axcd") == ["cd", "cd", "d", ""]
 
 
+def test_the_next_pass_is_the_last_one() -> None:
+    schedule: Schedule[str] = Schedule()
+    assert list(schedule.next_pass()) == []
+    run(schedule, "abc")
+    assert list(schedule.next_pass()) == ["a", "b", "c"]
+    schedule.begin()
+    assert list(schedule.next_pass()) == ["a", "b", "c"]
+    schedule.visit("b")
+    assert list(schedule.next_pass()) == ["b"]
+
+
 def test_an_empty_pass_forgets_nothing() -> None:
     schedule: Schedule[str] = Schedule()
     run(schedule, "ab")
