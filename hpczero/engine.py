@@ -94,11 +94,14 @@ class Engine:
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        prefetch = self.config.zero_optimization.stage3_prefetch_bucket_size
+        zero = self.config.zero_optimization
+        prefetch, chunk = zero.stage3_prefetch_bucket_size, zero.sub_group_size
         self._runtime = Runtime(
             model, self._units, self.world, None if prefetch == "auto" else prefetch
         )
-        self._optimizer = ShardedOptimizer(source, groups, buckets)
+        self._optimizer = ShardedOptimizer(
+            source, groups, buckets, self.world, None if chunk == "auto" else chunk
+        )
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
         self.lr_scheduler = self._schedule(lr_scheduler)
