@@ -21,6 +21,7 @@ from hpczero.initialize import (  # noqa: E402
     initialize,
 )
 from hpczero.partition.gathered import GatheredParameters  # noqa: E402
+from hpczero.partition.lamb import Lamb  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "Disagreement",
     "Engine",
     "GatheredParameters",
+    "Lamb",
     "Overflow",
     "__version__",
     "add_config_arguments",

@@ -21,6 +21,7 @@ from hpczero.schema import (
     Section,
     Size,
     explain,
+    shown,
 )
 
 
@@ -77,7 +78,7 @@ class ZeroOptimization(Section):
     allgather_bucket_size: PositiveSize = "auto"
     """Elements of a bucket's weights that travel at a time, at most."""
     sub_group_size: PositiveSize = "auto"
-    """Elements that the optimizer updates at a time."""
+    """Elements that the optimizer updates at a time, in 64s; "auto" is all of a bucket's shard."""
     stage3_prefetch_bucket_size: Size = "auto"
     """Elements gathered ahead of use; 0 gathers on demand, "auto" is the largest bucket."""
     stage3_param_persistence_threshold: Size = "auto"
@@ -102,6 +103,14 @@ class Optimizer(Section):
     @field_validator("params", mode="after")
     @classmethod
     def _without_auto(cls, params: dict[str, Any]) -> dict[str, Any]:
+        if params.get("max_grad_norm") not in (None, "auto", 0):
+            raise ConfigError(
+                [
+                    f"optimizer.params.max_grad_norm: expected 0, found "
+                    f"{shown(params['max_grad_norm'])}: it isn't supported as an optimizer "
+                    "parameter; use gradient_clipping at the top of the config"
+                ]
+            )
         return {key: value for key, value in params.items() if value not in (None, "auto")}
 
 

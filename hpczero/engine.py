@@ -96,8 +96,10 @@ class Engine:
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        self._runtime = Runtime(model, self._units, self.world, self.config.zero_optimization)
-        self._optimizer = ShardedOptimizer(source, groups, buckets)
+        zero = self.config.zero_optimization
+        self._runtime = Runtime(model, self._units, self.world, zero)
+        chunk = None if zero.sub_group_size == "auto" else zero.sub_group_size
+        self._optimizer = ShardedOptimizer(source, groups, buckets, self.world, chunk)
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
         self.lr_scheduler = self._schedule(lr_scheduler)

@@ -1,4 +1,4 @@
-"""Which torch optimizer a config, a class or an instance means."""
+"""Which optimizer a config, a class or an instance means."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hpczero.config import Config
 from hpczero.errors import ConfigError
+from hpczero.partition.lamb import Lamb
 from hpczero.partition.optimizer import Factory
 
 Groups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
@@ -20,7 +21,7 @@ Source = Optimizer | Callable[[list[dict[str, Any]]], Optimizer]
 
 # DeepSpeed's names for what torch has; its own kernels' switches mean nothing here.
 _ADAM = {"adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"}
-_SWITCHES = {"torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "bias_correction"}
+_SWITCHES = {"torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "max_grad_norm"}
 
 
 def from_config(
@@ -35,7 +36,8 @@ def from_config(
     either it is torch's AdamW. `model_parameters` are parameters or groups, by default all.
 
     Raises:
-        ConfigError: the config names no optimizer that torch has, or parameters that it hasn't.
+        ConfigError: the config names neither an optimizer of torch nor LAMB, or parameters that
+            it hasn't.
     """
     groups = _groups(model, model_parameters)
     if optimizer is not None:
@@ -58,20 +60,25 @@ def _groups(model: nn.Module, parameters: Groups | None) -> list[dict[str, Any]]
 
 
 def _named(name: str, params: dict[str, Any]) -> Factory:
-    kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+    kinds: dict[str, type[Optimizer]] = {
+        key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)
+    }
+    kinds |= {"lamb": Lamb, "fusedlamb": Lamb}
     if name.lower() in _ADAM:
         # As DeepSpeed: Adam decays like AdamW unless told otherwise, and neither decays by default.
         decoupled = name.lower() == "adamw" or bool(params.get("adam_w_mode", True))
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        kind: type[Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
         params = {"weight_decay": 0.0, **params}
     elif name.lower() in kinds:
         kind = kinds[name.lower()]
     else:
-        known = [kind.__name__ for kind in kinds.values()]
+        known = sorted({kind.__name__ for kind in kinds.values()})
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise ConfigError([f"optimizer.type: unknown optimizer {name!r}: {hint}"])
     params = {key: value for key, value in params.items() if key not in _SWITCHES}
+    if kind is not Lamb and params.pop("bias_correction", True) is not True:
+        raise ConfigError(["optimizer.params.bias_correction: only LAMB's can be false"])
     accepted = [key for key in inspect.signature(kind).parameters if key != "params"]
     problems = [_unknown(key, kind.__name__, accepted) for key in params if key not in accepted]
     if problems:

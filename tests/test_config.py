@@ -46,6 +46,10 @@ def test_unknown_keys_are_named_with_a_guess() -> None:
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps", "found 0"]),
         ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
         ({"optimizer": {"type": 3}}, ["optimizer.type", "found 3"]),
+        (
+            {"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1.0}}},
+            ["optimizer.params.max_grad_norm", "found 1.0", "use gradient_clipping"],
+        ),
         ({"optimizer": {"parms": {}}}, ["'optimizer.parms'", "did you mean 'params'?"]),
         ({"zero_optimization": {"stage3_prefetch_bucket_size": "much"}}, ["'much'"]),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, ["reduce_bucket_size", "found 0"]),

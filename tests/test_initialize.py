@@ -227,3 +227,17 @@ def test_what_initialize_refuses() -> None:
         hpczero.initialize(model=TinyLM(), config={}, mpu=object())
     with pytest.raises(hpczero.ConfigError, match="did you mean 'AdamW'"):
         hpczero.initialize(model=TinyLM(), config={"optimizer": {"type": "AdanW"}})
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Lamb", "SGD"])
+def test_an_idle_max_grad_norm_and_bias_correction(kind: str) -> None:
+    params = {"lr": 0.01, "max_grad_norm": 0.0, "bias_correction": True}
+    hpczero.initialize(model=TinyLM(), config={"optimizer": {"type": kind, "params": params}})
+    settings = {"optimizer": {"type": kind, "params": {"bias_correction": False}}}
+    if kind == "Lamb":
+        hpczero.initialize(model=TinyLM(), config=settings)
+    else:
+        with pytest.raises(
+            hpczero.ConfigError, match=r"optimizer.params.bias_correction: only LAMB's"
+        ):
+            hpczero.initialize(model=TinyLM(), config=settings)

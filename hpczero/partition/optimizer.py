@@ -1,47 +1,40 @@
-"""The update of the shards: any elementwise optimizer on what this rank owns.
-
-[Note: segments]
-The user's parameter groups stay as they are, but in place of parameters each holds segments: views
-of the master weights of the bucket intervals that this rank updates, cut where the group changes.
-So the groups' lr and weight decay act on the next step whoever sets them (a torch scheduler, say),
-and an optimizer that treats every element alike gives on segments what it gives on parameters.
-"""
+"""The update of the shards: any elementwise optimizer, or LAMB, on what this rank owns."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpczero.gpu.reference import AdamStep, adam_
+from hpczero.comm.world import World
+from hpczero.gpu.reference import TILE, AdamStep, adam_, sum_of_squares
 from hpczero.partition.bucket import Bucket
+from hpczero.partition.lamb import Lamb, lamb_step
+from hpczero.partition.layout import ALIGN
+from hpczero.partition.segments import (
+    Segment,
+    assign,
+    batches,
+    by_parameter,
+    by_size,
+    covers,
+    cut,
+    replace,
+)
 
-NORM_BLOCK = 65536
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_; enters once, on the global norm."""
 
-OURS = (torch.optim.Adam, torch.optim.AdamW)
+OURS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
 """Optimizers whose update is our own kernel, with the same constants and states."""
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
-
-
-class Segment(NamedTuple):
-    """Hold a run of a bucket's updated interval whose parameters share a group."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-    master: nn.Parameter  # 1D
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this segment of a tensor that covers the updated interval."""
-        return flat[self.start : self.stop]
 
 
 class ShardedOptimizer:
@@ -51,10 +44,16 @@ class ShardedOptimizer:
         optimizer: an instance over the model's parameters, whose groups are kept and rewritten to
             segments, or a factory from groups.
         groups: the parameters, with their hyperparameters, if `optimizer` is a factory.
+        buckets: all of the model, in layout order.
+        world: the ranks.
+        sub_group_size: elements updated at a time, rounded down to a multiple of 64 but at least
+            64; None is a bucket's whole interval. Bounds the gradient that torch's optimizers get
+            in the dtype of the masters, and changes no bit of the result. Ours work in tiles of
+            65536 anyway.
 
     Raises:
         ValueError: the optimizer has state, misses a parameter or has foreign ones, or its update
-            is not elementwise.
+            is neither elementwise nor LAMB's.
     """
 
     def __init__(
@@ -62,7 +61,10 @@ class ShardedOptimizer:
         optimizer: Optimizer | Factory,
         groups: Sequence[Mapping[str, Any]] | None,
         buckets: Sequence[Bucket],
+        world: World,
+        sub_group_size: int | None = None,
     ) -> None:
+        self._world = world
         self._buckets = [bucket for bucket in buckets if bucket.trainable]
         self.steps = 0
         """Updates done, overflowed ones not counted."""
@@ -75,12 +77,9 @@ class ShardedOptimizer:
                 )
             groups = optimizer.param_groups
         assert groups is not None
-        where = self._assign(groups)
-        cut = list(self._cut(where))
-        self._segments = [segment for _, segment in cut]
-        self._by_master = {id(segment.master): segment for segment in self._segments}
+        made = list(cut(self._buckets, assign(self._buckets, groups)))
         masters = [
-            [segment.master for group, segment in cut if group == index]
+            [segment.master for group, segment in made if group == index]
             for index in range(len(groups))
         ]
         if isinstance(optimizer, Optimizer):
@@ -99,8 +98,11 @@ class ShardedOptimizer:
             )
             refuse_unless_elementwise(type(self.inner), self.inner.defaults)
         self._ours = type(self.inner) in OURS and not any(
-            group[flag] for group in self.inner.param_groups for flag in ("amsgrad", "maximize")
+            group.get(flag) for group in self.inner.param_groups for flag in ("amsgrad", "maximize")
         )
+        self._limit = max(ALIGN, sub_group_size // ALIGN * ALIGN) if sub_group_size else None
+        self._segments = self._refine([segment for _, segment in made])
+        self._by_master = {id(segment.master): segment for segment in self._segments}
         if self._ours:
             for segment in self._segments:
                 self.inner.state[segment.master] = {
@@ -109,52 +111,16 @@ class ShardedOptimizer:
                     "exp_avg_sq": segment.bucket.new_state(segment.start, segment.stop),
                 }
 
-    def _assign(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-        """Return the group of each trainable parameter, by id."""
-        where = {
-            id(parameter): index
-            for index, group in enumerate(groups)
-            for parameter in group["params"]
-        }
-        mine = {
-            id(parameter): slot.name
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True)
-        }
-        missing = [name for key, name in mine.items() if key not in where]
-        if missing:
-            raise ValueError(
-                f"the optimizer's groups miss {len(missing)} of {len(mine)} trainable parameters, "
-                f"first {missing[0]!r}: add them to a group or set requires_grad_(False) on them"
-            )
-        foreign = [
-            parameter
-            for group in groups
-            for parameter in group["params"]
-            if parameter.requires_grad and id(parameter) not in mine
-        ]
-        if foreign:
-            raise ValueError(
-                f"the optimizer has {len(foreign)} parameters that the model hasn't, the first of "
-                f"shape {tuple(foreign[0].shape)}: make the optimizer from model.parameters()"
-            )
-        return where
-
-    def _cut(self, where: Mapping[int, int]) -> Iterator[tuple[int, Segment]]:
-        """Yield group and segment for each run of parameters of one group, in layout order."""
-        for bucket in self._buckets:
-            lo, hi = bucket.span
-            slots = list(zip(bucket.layout.slots, bucket.params, strict=True))
-            runs = [
-                (group, next(iter(run))[0].start)
-                for group, run in groupby(slots, lambda item: where[id(item[1])])
-            ]
-            stops = [start for _, start in runs[1:]] + [bucket.layout.padded]
-            for (group, start), stop in zip(runs, stops, strict=True):
-                a, b = max(start, lo) - lo, min(stop, hi) - lo
-                if a < b:
-                    master = nn.Parameter(bucket.master[a:b], requires_grad=True)
-                    yield group, Segment(bucket, a, b, master)
+    def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Cut segments as the kind of optimizer needs it; our Adam needs nothing."""
+        if type(self.inner) is Lamb:
+            parts = {id(segment.master): by_parameter(segment) for segment in segments}
+        elif self._limit is not None and not self._ours:
+            parts = {id(segment.master): by_size(segment, self._limit) for segment in segments}
+        else:
+            return list(segments)
+        replace(self.inner, parts)
+        return [part for segment in segments for part in parts[id(segment.master)]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -169,9 +135,7 @@ class ShardedOptimizer:
         """
         total = 0.0
         for bucket in self._buckets:
-            for block in torch.split(bucket.own_gradient, NORM_BLOCK):
-                wide = block.to(torch.float64)
-                total += torch.mul(wide, wide).sum().item()
+            total += sum_of_squares(bucket.own_gradient)
         return total
 
     def first_not_finite(self) -> tuple[int, str] | None:
@@ -183,25 +147,36 @@ class ShardedOptimizer:
         return None
 
     def step(self, scale: float) -> None:
-        """Update all owned weights with the reduced gradients times `scale`."""
+        """Update all owned weights with the reduced gradients times `scale`.
+
+        All ranks call: LAMB costs an exchange, other optimizers no communication.
+        """
         self.steps += 1
         if self._ours:
-            for group in self.inner.param_groups:
-                for master in group["params"]:
-                    self._adam(self._by_master[id(master)], group, scale)
+            tile_size = min(TILE, self._limit or TILE)
+            owned = [
+                (self._by_master[id(master)], group)
+                for group in self.inner.param_groups
+                for master in group["params"]
+            ]
+            if type(self.inner) is Lamb:
+                lamb_step(self.inner, owned, self._buckets, self._world, scale, tile_size)
+            else:
+                for segment, group in owned:
+                    self._adam(segment, group, scale, tile_size)
             self.inner.step()  # nothing has a gradient: only its hooks and schedulers' marks act
             return
         known = len(self.inner.state)
-        for bucket, segments in groupby(self._segments, lambda segment: segment.bucket):
-            parts = list(segments)
-            for segment in parts:
+        for batch in batches(self._segments, self._limit or math.inf):
+            bucket = batch[0].bucket
+            for segment in batch:
                 segment.master.grad = segment.of(bucket.gradient).to(
                     segment.master.dtype, copy=True
                 )
                 if scale != 1.0:
                     segment.master.grad.mul_(scale)
             self.inner.step()
-            for segment in parts:
+            for segment in batch:
                 segment.master.grad = None
                 if bucket.weights.data_ptr() != bucket.master.data_ptr():
                     segment.of(bucket.weights).copy_(segment.master.detach())
@@ -215,11 +190,10 @@ class ShardedOptimizer:
             states = [(segment, self.inner.state[segment.master]) for segment in run]
             for key in states[0][1]:
                 values = [state[key] for _, state in states]
-                whole = [
-                    isinstance(value, torch.Tensor) and value.numel() == segment.master.numel()
+                if all(
+                    covers(value, segment.master)
                     for value, (segment, _) in zip(values, states, strict=True)
-                ]
-                if all(whole) and values[0].ndim:
+                ):
                     full = bucket.collect(torch.cat(values), "optimizer_state")
                     for name, value in bucket.named(full):
                         result.setdefault(name, {})[key] = value.clone()
@@ -228,7 +202,9 @@ class ShardedOptimizer:
                         result.setdefault(slot.name, {})[key] = values[0]
         return result
 
-    def _adam(self, segment: Segment, group: Mapping[str, Any], scale: float) -> None:
+    def _adam(
+        self, segment: Segment, group: Mapping[str, Any], scale: float, tile_size: int
+    ) -> None:
         state = self.inner.state[segment.master]
         state["step"] += 1
         constants = AdamStep(
@@ -250,6 +226,7 @@ class ShardedOptimizer:
             state["exp_avg"],
             state["exp_avg_sq"],
             constants,
+            tile_size,
         )
 
     def _state_bytes(self) -> int:

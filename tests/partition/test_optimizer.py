@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hpczero
+from hpczero.gpu import reference
 
 pytestmark = pytest.mark.mpi
 
@@ -160,6 +161,81 @@ def test_one_group_per_parameter_with_some_frozen() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same(state, plain.state_dict())
+
+
+def stepped(size: int | str, optimizer: Any) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """Return weights and states, and the elements of the gradients in each call."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    zero = {"stage": 1, "sub_group_size": size}
+    settings = {"zero_optimization": zero, "gradient_clipping": 0.1}
+    engine = hpczero.Engine(model, settings, optimizer=optimizer(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+    calls = []
+
+    def count(inner: Optimizer, *_: Any) -> None:
+        params = [p for group in inner.param_groups for p in group["params"]]
+        calls.append([p.numel() for p in params if p.grad is not None])
+
+    engine.optimizer.register_step_pre_hook(count)
+    for step in range(3):
+        engine.backward(engine(tokens(step * SIZE + RANK)))
+        engine.step()
+        scheduler.step()
+    result = engine.full_state_dict()
+    for name, state in engine.full_optimizer_state().items():
+        result |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
+    return result, calls
+
+
+def assert_same_tensors(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "size"),
+    [
+        ("SGD with momentum", "instance", 1),
+        ("Adagrad", "instance", 200),
+        ("Adagrad", "function", 200),
+        ("NAdam", "instance", 10**9),
+        ("AdamW amsgrad", "function", 200),
+    ],
+)
+def test_sub_groups_bound_the_gradients_of_a_call(name: str, how: str, size: int) -> None:
+    make = ELEMENTWISE[name]
+
+    def optimizer(model: nn.Module) -> Any:
+        return make(grouped(model)) if how == "instance" else make
+
+    before, _ = stepped("auto", optimizer)
+    after, calls = stepped(size, optimizer)
+    assert_same_tensors(after, before)
+    totals = [sum(call) for call in calls]
+    assert max(totals) <= max(64, size)
+    if size == 10**9:
+        assert len(calls) == 3 * 4, "a call for each bucket: the root and three blocks"
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_sub_groups_bound_the_tiles_of_our_adam(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(grouped(model), lr=1e-2)
+
+    before, _ = stepped("auto", optimizer)
+    sizes = []
+    tile = reference._adam_tile
+
+    def spy(master: torch.Tensor, *others: Any) -> None:
+        sizes.append(master.numel())
+        tile(master, *others)
+
+    monkeypatch.setattr(reference, "_adam_tile", spy)
+    after, _ = stepped(size, optimizer)
+    assert_same_tensors(after, before)
+    assert max(sizes) <= max(64, size)
 
 
 def test_states_of_foreign_optimizers_are_accounted() -> None:
