@@ -14,6 +14,7 @@ from torch import nn
 
 import hpczero
 from hpczero.gpu import reference
+from hpczero.partition import lamb
 
 pytestmark = pytest.mark.mpi
 
@@ -131,6 +132,23 @@ def test_every_stage_equals_one_process(kind: str) -> None:
             assert state["step"] == plain.states[name]["step"] == 3
             for key in ("exp_avg", "exp_avg_sq"):
                 assert same(state[key], plain.states[name][key]), (name, key)
+
+
+def test_norms_are_bitwise_equal_across_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[set[tuple[float, ...]]] = []
+
+    def spy(*args: float) -> float:
+        norms[-1].add(args)
+        return reference.trust_ratio(*args)
+
+    monkeypatch.setattr(lamb, "trust_ratio", spy)
+    for stage in range(4):
+        norms.append(set())
+        sharded("wide", stage)
+    assert len(norms[0]) == 4 * 3
+    for sets in norms[1:]:  # of the parameters of which this rank has a part
+        assert sets
+        assert sets <= norms[0]
 
 
 def close(mine: torch.Tensor, other: torch.Tensor) -> bool:
