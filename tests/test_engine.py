@@ -249,6 +249,7 @@ def test_what_is_needed_soon_is_kept(
     recomputed = [
         train(lambda how=how: TinyLM(recompute=how), lm_loss, limited(**limits))
         for how in ("reentrant", "non-reentrant")
+        if gathers in (4, 5)
     ]
     assert_same_bits([train(TinyLM, lm_loss, config(3)), run, *recomputed])
 
