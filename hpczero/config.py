@@ -30,6 +30,8 @@ class Bf16(Section):
 
     path: ClassVar = "bf16"
     enabled: bool = False
+    check_grad_overflow: bool = False
+    """Skip a step with a gradient that isn't finite (DeepSpeed 0.19.8 does so by default)."""
 
 
 class Fp16(Section):
@@ -54,6 +56,8 @@ class DataTypes(Section):
     """Choose dtypes that don't follow from fp16 or bf16."""
 
     path: ClassVar = "data_types"
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """In which reduced gradients add up; None: fp32 over several micro-steps, else compute's."""
 
 
 class OffloadParam(Section):
@@ -211,6 +215,18 @@ class Config(Section):
                 "gradient_accumulation_steps": accumulation,
             }
         )
+
+    @model_validator(mode="after")
+    def _check_gradients(self) -> Config:
+        dtype = self.data_types.grad_accum_dtype
+        if dtype not in (None, "fp32", self.compute):
+            raise ConfigError(
+                [
+                    f"data_types.grad_accum_dtype: expected 'fp32' or the dtype of compute, which "
+                    f"is {self.compute!r}, found {dtype!r}"
+                ]
+            )
+        return self
 
     @property
     def compute(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -56,7 +56,6 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
     },
     "bf16": {
         "immediate_grad_update": "gradients are always reduced as they appear",
-        "check_grad_overflow": "a gradient that isn't finite reaches the weights, as in torch",
     },
     "zero_optimization": {
         "contiguous_gradients": "gradients always lie in flat buffers",
@@ -163,9 +162,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, Unsupported]] = {
         "bf16_optimizer_states": Unsupported(only(False), "set it to false"),
     },
     "data_types": {
-        "grad_accum_dtype": Unsupported(
-            idle, "several micro-steps add up in fp32, one doesn't add"
-        ),
         "param_dtype": Unsupported(idle, "use bf16 or fp16"),
         "buffer_dtype": Unsupported(idle, "convert the model's buffers yourself"),
         "keep_in_fp32_modules": Unsupported(only([]), 'set it to "auto"'),

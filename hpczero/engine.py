@@ -81,7 +81,7 @@ class Engine:
         self.global_steps = 0
         """Steps ended, skipped ones too."""
         self.skipped_steps = 0
-        """Steps whose update was skipped because a gradient wasn't finite (fp16)."""
+        """Steps skipped as a gradient wasn't finite: in fp16, or if bf16 is asked to check."""
         self._backwards = 0
         self._backward_due = True
         """Whether there is no backward in this micro-step yet."""
@@ -155,7 +155,7 @@ class Engine:
         if any(late):
             self._runtime.reducer.reduce_late(late)
             norm, _ = self._exchange()
-        # 2. The update of what this rank owns, unless fp16 overflowed anywhere.
+        # 2. The update of what this rank owns, unless a gradient isn't finite anywhere.
         scale = self.loss_scale
         self.grad_norm = norm / scale
         if self._overflowed(norm):
@@ -333,6 +333,7 @@ class Engine:
 
     def bucket_shapes(self) -> list[BucketShape]:
         """Return the integers that the formulas of `sizing` need."""
+        asked = self.config.data_types.grad_accum_dtype is not None
         return [
             BucketShape(
                 bucket.name,
@@ -342,6 +343,7 @@ class Engine:
                 "" if unit.name == ROOT else unit.name,
                 bucket.dtype.itemsize,
                 bucket.persistent,
+                bucket.grads.element_size() if asked and bucket.trainable else None,
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -421,7 +423,7 @@ class Engine:
         return total**0.5, flags
 
     def _overflowed(self, norm: float) -> bool:
-        """Update the loss scale; tell whether this step must be skipped, on all ranks alike.
+        """Take note of the norm; tell whether this step must be skipped, on all ranks alike.
 
         Raises:
             Overflow: on all ranks, where the loss scale can't shrink any further.
@@ -441,8 +443,10 @@ class Engine:
         )
         message = (
             f"step {self.global_steps + 1}: the gradient of {name!r} isn't finite (shard of rank "
-            f"{rank}); skipped on all ranks, loss scale {before:g} -> {self._scaler.scale:g}"
+            f"{rank}); skipped on all ranks"
         )
+        if self._scaler.dynamic:
+            message += f", loss scale {before:g} -> {self._scaler.scale:g}"
         if not survives:
             raise Overflow(f"{message}: it is at its minimum and can't shrink further")
         if self.rank == 0:

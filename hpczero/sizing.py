@@ -8,11 +8,12 @@ Per parameter and rank, with N ranks (ZeRO's counting for mixed-precision Adam, 
     16-bit   fp32        18        6 + 12/N   2 + 16/N   18/N
     fp32     fp32        16        8 +  8/N   4 + 12/N   16/N
 
-Gradients are fp32 as soon as they accumulate over micro-steps. With fp32 compute the parameters
-are their own master weights, so that Adam's two moments are the only states. A frozen parameter
-has its weight and nothing else. Whatever a rank holds beyond these formulas is a buffer, and
-`buffer_bytes` says how large each buffer is. What `stage3_max_reuse_distance` or a larger prefetch
-keeps gathered comes on top of it, up to `stage3_max_live_parameters` elements.
+Gradients are fp32 as soon as they accumulate over micro-steps, unless another dtype is asked for.
+With fp32 compute the parameters are their own master weights, so that Adam's two moments are the
+only states. A frozen parameter has its weight and nothing else. Whatever a rank holds beyond these
+formulas is a buffer, and `buffer_bytes` says how large each buffer is. What
+`stage3_max_reuse_distance` or a larger prefetch keeps gathered comes on top of it, up to
+`stage3_max_live_parameters` elements.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class BucketShape(NamedTuple):
     unit: str  # the module whose hooks gather it; "" is the root
     item_bytes: int  # of the compute dtype
     persistent: bool = False  # at stage 3: stays gathered
+    grad_bytes: int | None = None  # of the dtype that gradients add up in, where one is asked for
 
 
 class PerElement(NamedTuple):
@@ -47,11 +49,13 @@ class PerElement(NamedTuple):
     states: int
 
 
-def per_element(item_bytes: int, trainable: bool, accumulation: int) -> PerElement:
+def per_element(
+    item_bytes: int, trainable: bool, accumulation: int, grad_bytes: int | None = None
+) -> PerElement:
     """Return the bytes that one element takes for its parameter, its gradient and Adam's states."""
     if not trainable:
         return PerElement(item_bytes, 0, 0)
-    grads = 4 if accumulation > 1 else item_bytes
+    grads = grad_bytes or (4 if accumulation > 1 else item_bytes)
     master = 0 if item_bytes == 4 else 4
     return PerElement(item_bytes, grads, master + 8)
 
@@ -99,7 +103,12 @@ def memory_formula(
 
 
 def traffic_multiples(
-    stage: int, backwards: int, item_bytes: int, accumulation: int = 1, persistent: float = 0.0
+    stage: int,
+    backwards: int,
+    item_bytes: int,
+    accumulation: int = 1,
+    persistent: float = 0.0,
+    grad_bytes: int | None = None,
 ) -> float:
     """Return the logical traffic of one step in multiples of the model's bytes.
 
@@ -110,8 +119,9 @@ def traffic_multiples(
         accumulation: micro-steps per step; gradients add up in fp32 when there are several.
         persistent: the part of the model that stays gathered at stage 3, from 0 to 1: it is
             gathered once per step in place of twice per backward.
+        grad_bytes: of the dtype that gradients add up in, where one is asked for.
     """
-    gradient = (4 if accumulation > 1 else item_bytes) // item_bytes
+    gradient = per_element(item_bytes, True, accumulation, grad_bytes).grads / item_bytes
     return {
         0: 2 * gradient,  # an all-reduce is a reduce-scatter and an all-gather
         1: gradient + 1,
@@ -126,7 +136,7 @@ def _states(
     total = {"params": 0, "grads": 0, "states": 0}
     for shape, numel in elements:
         shard = -(-numel // world)
-        each = per_element(shape.item_bytes, shape.trainable, accumulation)
+        each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
         total["params"] += each.params * (shard if stage == 3 else numel)
         total["grads"] += each.grads * (shard if stage >= 2 else numel)
         total["states"] += each.states * (shard if stage >= 1 else numel)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero import Config, ConfigError
-from hpczero.config import Fp16, Optimizer, ZeroOptimization
+from hpczero.config import Bf16, DataTypes, Fp16, Optimizer, ZeroOptimization
 from hpczero.deepspeed_keys import ACCEPTED, UNSUPPORTED
 
 
@@ -127,6 +127,21 @@ def test_fp16_has_deepspeeds_defaults() -> None:
     }
 
 
+def test_gradients_add_up_in_fp32_or_the_dtype_of_compute() -> None:
+    for compute in ("fp32", "bf16", "fp16"):
+        for asked in (None, "auto", "fp32", "bf16", "fp16"):
+            given = {"data_types": {"grad_accum_dtype": asked}}
+            given |= {} if compute == "fp32" else {compute: {"enabled": True}}
+            if asked in (None, "auto", "fp32", compute):
+                found = Config.load(given).data_types.grad_accum_dtype
+                assert found == (None if asked == "auto" else asked)
+            else:
+                expected = f"expected 'fp32' or the dtype of compute, which is {compute!r}, found"
+                assert f"data_types.grad_accum_dtype: {expected} {asked!r}" in problems(given)
+    text = problems({"data_types": {"grad_accum_dtype": "int8"}})
+    assert "data_types.grad_accum_dtype: expected 'fp32', 'bf16' or 'fp16', found 'int8'" in text
+
+
 def test_scheduler() -> None:
     params = {"warmup_num_steps": 10, "warmup_max_lr": "auto"}
     config = Config.load({"scheduler": {"type": "WarmupLR", "params": params}})
@@ -203,7 +218,6 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         ("fp16.auto_cast", True),
         ("fp16.fp16_master_weights_and_grads", True),
         ("bf16.bf16_optimizer_states", True),
-        ("data_types.grad_accum_dtype", "fp32"),
         ("data_types.param_dtype", "bf16"),
         ("data_types.keep_in_fp32_modules", ["norm"]),
         ("checkpoint.load_universal", True),
@@ -236,7 +250,8 @@ def nested(path: str, value: object) -> dict[str, object]:
 
 
 def test_no_key_is_listed_twice() -> None:
-    sections = {"": Config, "fp16": Fp16, "zero_optimization": ZeroOptimization}
+    kinds = (Config, Fp16, Bf16, DataTypes, ZeroOptimization)
+    sections = {kind.path: kind for kind in kinds}
     for path in {*ACCEPTED, *UNSUPPORTED}:
         assert not ACCEPTED.get(path, {}).keys() & UNSUPPORTED.get(path, {}).keys()
         fields = sections[path].model_fields.keys() if path in sections else set()

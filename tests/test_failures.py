@@ -42,10 +42,10 @@ def net(width=8):
     torch.manual_seed(0)
     return Net(width)
 
-def engine_of(stage, accumulation=1, prefetch="auto", comm=None, model=None, lr=1e-2):
+def engine_of(stage, accumulation=1, prefetch="auto", comm=None, model=None, lr=1e-2, **limits):
     config = {
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": prefetch},
+        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": prefetch, **limits},
         "optimizer": {"type": "Adam", "params": {"lr": lr}},
     }
     return hpczero.Engine(model or net(), config, comm)
@@ -137,9 +137,9 @@ def evaluate_alone(engine):
             engine(batch(0))
     train(engine, 3)
 
-def differ(what, stage, accumulation=1, prefetch="auto", warm=2, **more):
-    name = f"{what.__name__} {stage=} {accumulation=} {prefetch=} {warm=} {more}"
-    engine = engine_of(stage, accumulation, prefetch, world.Dup())
+def differ(what, stage, accumulation=1, prefetch="auto", warm=2, limits={}, **more):
+    name = f"{what.__name__} {stage=} {accumulation=} {prefetch=} {warm=} {limits=} {more}"
+    engine = engine_of(stage, accumulation, prefetch, world.Dup(), **limits)
     train(engine, warm * accumulation)
     before = weights(engine)
     try:
@@ -166,6 +166,18 @@ for prefetch in (0, "auto"):
         assert "'blocks.0'" in differ(cut, 3, 1, prefetch, warm)
 """
     assert job(n, CASES + body).returncode == 0
+
+
+def test_different_branches_are_named_where_weights_stay(job: Callable[..., Job]) -> None:
+    body = """
+kept = {"stage3_max_reuse_distance": 10**9}
+stay = {"stage3_param_persistence_threshold": 10**9}
+for warm in (0, 2):
+    assert "'blocks.1'" in differ(skip, 3, warm=warm, limits=kept, first=1)
+    assert "'blocks.1'" in differ(skip, 3, warm=warm, limits=stay, first=1)
+    assert "blocks.0" in differ(cut, 3, warm=warm, limits=kept)
+"""
+    assert job(2, CASES + body).returncode == 0
 
 
 def test_different_micro_steps_are_named(job: Callable[..., Job]) -> None:

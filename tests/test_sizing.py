@@ -85,6 +85,16 @@ def test_what_each_state_takes() -> None:
     assert state_bytes(shape, 3, 4) == {"params": 2000, "grads": 2000, "states": 12000}
 
 
+def test_the_dtype_that_gradients_add_up_in_goes_before_the_accumulations() -> None:
+    for grad_bytes in (2, 4):
+        asked = [one(4000)._replace(grad_bytes=grad_bytes)]
+        for accumulation in (1, 4):
+            assert state_bytes(asked, 0, 4, accumulation)["grads"] == 4000 * grad_bytes
+            assert traffic_multiples(1, 4, 2, accumulation, grad_bytes=grad_bytes) == (
+                grad_bytes // 2 + 1
+            )
+
+
 def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
     frozen = one(1000)._replace(trainable=False)
     assert state_bytes([frozen], 0, 2) == {"params": 2000, "grads": 0, "states": 0}

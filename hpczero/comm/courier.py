@@ -48,7 +48,11 @@ class Fate:
             if self.error is not None:
                 raise self.error
             self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
+        future.add_done_callback(self._forget)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._waiting.discard(future)
 
     def seal(self, error: BaseException) -> None:
         """Fail all that is waited for. Collectives under way go on: other ranks may be in them."""

@@ -4,7 +4,7 @@
 Parameters that travel together lie in one flat run of elements, each starting at a multiple of 64
 and the run padded to a multiple of 64 * N. Of this run a Bucket keeps
 - `full`: all of it, in the compute dtype. The parameters are views of it. Where parameters are
-  sharded its storage is empty (`resize_(0)`) between uses.
+  sharded its storage is empty (`resize_(0)`) between uses, unless the bucket is persistent.
 - `shard`: this rank's interval of `full`: an own tensor where parameters are sharded, else a view.
 - `grads`: the reduced gradient (and, where gradients aren't sharded, the local accumulator).
 - `master`: the float32 weights that the optimizer updates; the parameters themselves where those

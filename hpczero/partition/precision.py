@@ -16,16 +16,21 @@ class Precision:
     """Choose dtypes; `compute` None keeps each parameter's own (fp32 training)."""
 
     compute: torch.dtype | None
-    accumulation: int
+    widens: bool
+    """Whether reduced gradients add up in float32."""
     scaler: LossScaler | None = None
+    """Decides about gradients that aren't finite; None lets them pass."""
 
     @classmethod
     def of(cls, config: Config) -> Precision:
         """Return the dtypes that a config asks for."""
-        fp16 = config.fp16
-        if config.compute != "fp16":
-            compute = torch.bfloat16 if config.compute == "bf16" else None
-            return cls(compute, config.accumulation)
+        fp16, asked = config.fp16, config.data_types.grad_accum_dtype
+        widens = config.accumulation > 1 if asked is None else asked == "fp32"
+        if config.compute == "fp32":
+            return cls(None, widens)
+        if config.compute == "bf16":
+            checks = config.bf16.check_grad_overflow
+            return cls(torch.bfloat16, widens, LossScaler(loss_scale=1.0) if checks else None)
         scaler = LossScaler(
             fp16.loss_scale,
             fp16.initial_scale_power,
@@ -34,7 +39,7 @@ class Precision:
             fp16.min_loss_scale,
             fp16.consecutive_hysteresis,
         )
-        return cls(torch.float16, config.accumulation, scaler)
+        return cls(torch.float16, widens, scaler)
 
     def cast(self, model: nn.Module) -> None:
         """Cast floating parameters, and BatchNorm's buffers, to the compute dtype in place.
@@ -53,8 +58,8 @@ class Precision:
                         setattr(module, name, buffer.to(self.compute))
 
     def grads(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the dtype in which reduced gradients add up: float32 when there are several."""
-        return parameter if self.accumulation == 1 else self.master(parameter)
+        """Return the dtype in which reduced gradients add up."""
+        return self.master(parameter) if self.widens else parameter
 
     @staticmethod
     def master(parameter: torch.dtype) -> torch.dtype:

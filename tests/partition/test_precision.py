@@ -70,10 +70,18 @@ class Result:
         self.losses, self.norms, self.state = losses, norms, state
 
 
-def train(stage: int, bad: tuple[int, int] | None = None) -> tuple[Result, hpczero.Engine]:
+def bf16(stage: int, checks: bool) -> dict[str, Any]:
+    settings = config(stage)
+    del settings["fp16"]
+    return {**settings, "bf16": {"enabled": True, "check_grad_overflow": checks}}
+
+
+def train(
+    settings: dict[str, Any], bad: tuple[int, int] | None = None
+) -> tuple[Result, hpczero.Engine]:
     """Train with an infinite loss at (step, rank)."""
     torch.manual_seed(0)
-    engine = hpczero.Engine(TinyLM(), config(stage))
+    engine = hpczero.Engine(TinyLM(), settings)
     losses, norms = [], []
     for step in range(5):
         loss = engine(tokens(step * SIZE + RANK))
@@ -86,7 +94,7 @@ def train(stage: int, bad: tuple[int, int] | None = None) -> tuple[Result, hpcze
 
 @pytest.mark.mpi
 def test_fp16_learns_and_stages_agree() -> None:
-    runs = [train(stage)[0] for stage in range(4)]
+    runs = [train(config(stage))[0] for stage in range(4)]
     assert_same_bits(runs)  # type: ignore[arg-type]
     assert runs[0].losses[-1] < 1.1 * runs[0].losses[0]
 
@@ -95,7 +103,7 @@ def test_fp16_learns_and_stages_agree() -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(caplog: pytest.LogCaptureFixture) -> None:
     rank = SIZE - 1
     with caplog.at_level(logging.WARNING, logger="hpczero"):
-        runs = [train(stage, bad=(2, rank)) for stage in range(4)]
+        runs = [train(config(stage), bad=(2, rank)) for stage in range(4)]
     assert_same_bits([run for run, _ in runs])  # type: ignore[arg-type]
     for _, engine in runs:
         assert engine.skipped_steps == 1
@@ -106,6 +114,27 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(caplog: pytest.LogCapture
         assert len(caplog.messages) == 4
         assert "step 3: the gradient of 'embed.weight' isn't finite" in caplog.messages[0]
         assert "loss scale 256 -> 128" in caplog.messages[0]
+
+
+@pytest.mark.mpi
+def test_bf16_skips_what_is_not_finite_where_asked_to(caplog: pytest.LogCaptureFixture) -> None:
+    rank = SIZE - 1
+    with caplog.at_level(logging.WARNING, logger="hpczero"):
+        runs = [train(bf16(stage, checks=True), bad=(2, rank)) for stage in range(4)]
+    assert_same_bits([run for run, _ in runs])  # type: ignore[arg-type]
+    for _, engine in runs:
+        assert (engine.skipped_steps, engine.global_steps, engine._optimizer.steps) == (1, 5, 4)
+        assert engine.loss_scale == 1
+    if RANK == 0:
+        assert len(caplog.messages) == 4
+        message = "step 3: the gradient of 'embed.weight' isn't finite (shard of rank 0); skipped"
+        assert caplog.messages[0] == f"{message} on all ranks"
+        assert all(bool(value.isfinite().all()) for value in runs[0][0].state.values())
+    good = [train(bf16(1, checks=checks))[0] for checks in (False, True)]
+    assert_same_bits(good)  # type: ignore[arg-type]
+    unchecked, engine = train(bf16(3, checks=False), bad=(2, rank))
+    assert engine.skipped_steps == 0
+    assert unchecked.losses[4] != unchecked.losses[4]  # as in torch
 
 
 @pytest.mark.mpi
