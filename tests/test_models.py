@@ -173,7 +173,7 @@ def test_lora_keeps_its_frozen_base_partitioned(dtype: str) -> None:
         here.append(sum(type(layer.mlp.up_proj.weight) is nn.Parameter for layer in layers))
 
     for layer in layers:
-        layer.register_forward_hook(look)
+        layer.register_forward_pre_hook(look)
         layer.self_attn.q_proj.lora_A.default.weight.register_hook(look)
     engine.backward(transformers_loss(engine, RANK))
     look()

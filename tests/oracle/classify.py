@@ -29,7 +29,7 @@ def images(count=320):
     classes = torch.randn(10, 3, 32, 32, generator=generator)
     labels = torch.randint(0, 10, (count,), generator=generator)
     noise = torch.randn(count, 3, 32, 32, generator=generator)
-    return TensorDataset(0.5 * (classes[labels] + noise), labels)
+    return TensorDataset(0.5 * classes[labels] + 0.3 * noise, labels)
 
 
 class Net(nn.Module):
