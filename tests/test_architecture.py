@@ -47,7 +47,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 # Formats of others, which see a checkpoint as a Source only.
-FOREIGN = {"source", "files", "safetensors", "torchfile", "deepspeed", "deepspeed_files"}
+FOREIGN = {"source", "files", "safetensors", "torchfile", "deepspeed", "deepspeed_files"} | {
+    "consolidate"
+}
 # Which may import a library; all others may not.
 LIBRARIES = {
     "mpi4py": ("comm/",),

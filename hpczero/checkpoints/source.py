@@ -91,16 +91,19 @@ def pieces(source: Source, kind: str, name: str, dtype: torch.dtype | None) -> I
             yield piece
             continue
         written = piece.to(target)
-        # Through double precision, since 8-bit types lack isfinite.
-        finite = piece.double().isfinite()
-        lost = int((finite & ~written.double().isfinite()).sum())
-        if lost:
-            largest = float(piece.double()[finite].abs().max())
+        lost = _finite(piece) & ~_finite(written)
+        if lost.any():
+            largest = float(piece[_finite(piece)].double().abs().max())
             raise OverflowError(
-                f"expected numbers that {target} can hold, found {lost} in {name!r} that it can't "
-                f"(the largest is {largest:g}): choose a wider dtype, such as torch.bfloat16"
+                f"expected numbers that {target} can hold, found {int(lost.sum())} in {name!r} "
+                f"that it can't (the largest is {largest:g}): choose a wider dtype, such as "
+                "torch.bfloat16"
             )
         yield written
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    return (numbers if numbers.itemsize > 1 else numbers.float()).isfinite()  # 8-bit floats lack it
 
 
 def raw(flat: Tensor) -> memoryview:
