@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import end_tree
 from sources import same
 from torch import Tensor
 
+from hpczero.checkpoints.consolidate import consolidate
 from hpczero.checkpoints.deepspeed import DeepSpeedFolder
 from hpczero.checkpoints.source import numel
 
@@ -70,6 +72,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for rank in range(request.param):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request.param}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        where["DS_ACCELERATOR"] = "cpu"
         env = inherited | {name: str(value) for name, value in {**place, **where}.items()}
         with (folder / f"log{rank}").open("wb") as log:
             command = [python or sys.executable, script, folder, json.dumps(CASES)]
@@ -80,7 +83,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             assert code == 0, (folder / f"log{rank}").read_text()[-4000:]
     finally:
         for process in processes:
-            process.kill()
+            end_tree(process.pid)
             process.wait()
     return folder
 
@@ -91,14 +94,18 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_reads_what_deepspeed_writes(written: Path, case: str) -> None:
     folder = DeepSpeedFolder(written / case)
     folder.verify()
-    expected = torch.load(written / case / "expected.pt")
+    # 0.19.8 gives wrong full tensors under round robin, whose training is that of plain stage 1
+    # but for Adam's rounding, which depends on where the run is cut.
+    oracle, equal = (case, same) if case != "round robin" else ("stage 1 fp32", torch.allclose)
+    expected = torch.load(written / oracle / "expected.pt")
     assert folder.kinds() == ["weights", *STATES]
     for kind in folder.kinds():
         assert set(expected[kind]) == set(folder.names(kind)) - {*folder.buffers, *folder.frozen}
         for name, tensor in expected[kind].items():
-            assert same(whole(folder, kind, name), tensor), (kind, name)
+            assert equal(whole(folder, kind, name), tensor), (kind, name)
     assert expected["exp_avg"]["one"].abs().sum() > 0  # it did train
-    for name, tensor in expected.get("consolidated", {}).items():
+    consolidated = torch.load(written / case / "expected.pt").get("consolidated", {})
+    for name, tensor in consolidated.items():
         found = whole(folder, "weights", folder.tied().get(name, name)).float()
         assert same(found, tensor.float()), name
     assert folder.tied() == {"head.weight": "emb.weight"}
@@ -293,6 +300,20 @@ def test_reads_fp16_checkpoints(tmp_path: Path, stage: int, ranks: int) -> None:
     assert counters.client_state == {"mine": "client"}
     assert DeepSpeedFolder(tmp_path, "global_step40").counters == counters
     assert DeepSpeedFolder(tmp_path / "global_step40").counters == counters
+
+
+@pytest.mark.usefixtures("deepspeed_names")
+def test_becomes_a_state_dict(tmp_path: Path) -> None:
+    kinds = build(tmp_path, 3)
+    folder = DeepSpeedFolder(tmp_path)
+    consolidate(folder, tmp_path / "x.pt", "torch")
+    found = torch.load(tmp_path / "x.pt")
+    assert list(found) == [*kinds["weights"], "tie"]
+    assert all(same(found[name], tensor) for name, tensor in kinds["weights"].items())
+    assert found["tie"].data_ptr() == found["a"].data_ptr()
+    consolidate(folder, tmp_path / "m.pt", "torch", kind="exp_avg")
+    moments = torch.load(tmp_path / "m.pt")
+    assert all(same(moments[name], tensor) for name, tensor in kinds["exp_avg"].items())
 
 
 @pytest.mark.usefixtures("deepspeed_names")
