@@ -137,4 +137,4 @@ def test_memory_is_constant(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     growth = [int(line) for line in run.stdout.split()]
-    assert len(growth) == 4 and max(growth) < 24, growth  # MiB
+    assert len(growth) == 4 and max(growth) < 48, growth  # MiB; a whole tensor more is 112
