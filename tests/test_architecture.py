@@ -46,10 +46,14 @@ MAY_IMPORT = {
     "__init__": ENGINE | {"engine", "checkpoints", "initialize", "zero"},
     "__main__": {"cli"},
 }
+# Formats of others, which see a checkpoint as a Source only.
+FOREIGN = {"source", "files", "safetensors", "torchfile", "deepspeed", "deepspeed_files"} | {
+    "consolidate"
+}
 # Which may import a library; all others may not.
 LIBRARIES = {
     "mpi4py": ("comm/",),
-    "h5py": ("infinity/filetier.py", "checkpoints.py", "data.py"),
+    "h5py": ("infinity/filetier.py", "checkpoints/", "data.py"),
     "cupy": ("gpu/",),
     "rich": ("cli.py", "report.py"),
     "argparse": ("cli.py", "initialize.py"),
@@ -91,6 +95,12 @@ def test_imports_point_down(path: Path) -> None:
     assert part in MAY_IMPORT, f"say here what {part} may import"
     forbidden = {name for name in ours(path) if name.split(".")[0] not in MAY_IMPORT[part] | {part}}
     assert not forbidden
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_foreign_format_knows_a_source_only(name: str) -> None:
+    allowed = {f"checkpoints.{other}" for other in FOREIGN} | {"errors"}
+    assert ours(PACKAGE / "checkpoints" / f"{name}.py") <= allowed
 
 
 def test_nothing_imports_in_a_circle() -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints: our own format and the formats that others read and write."""
