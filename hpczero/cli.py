@@ -16,9 +16,9 @@ from hpczero.comm.world import World
 from hpczero.config import Config
 from hpczero.data import DataError
 from hpczero.doctor import doctor
-from hpczero.errors import ConfigError
+from hpczero.errors import CheckpointError, ConfigError
 from hpczero.gpt import PRESETS, GPTConfig
-from hpczero.train import Settings, train
+from hpczero.train import CHECKPOINTS, Settings, train
 
 # What holds without --config; Config() itself is DeepSpeed's bare default, stage 0 in fp32.
 DEFAULTS: Mapping[str, Any] = {
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(_settings(args), World.of())
     except (UsageError, ConfigError, DataError) as error:
         args.parser.error(str(error))
+    except CheckpointError as error:
+        args.parser.exit(1, f"hpczero: {error}\n")
 
 
 class UsageError(ValueError):
@@ -67,6 +69,12 @@ def _settings(args: argparse.Namespace) -> Settings:
         vocabulary=args.vocab,
         out=args.out,
         progress=args.progress,
+        save_every=args.save_every,
+        keep_last=args.keep_last,
+        resume=args.out / CHECKPOINTS
+        if args.resume == "auto"
+        else args.resume and Path(args.resume),
+        must_resume=args.resume != "auto",
     )
 
 
@@ -169,6 +177,18 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     files.add_argument(
         "--out", type=Path, default=Path("runs/default"), metavar="DIR",
         help="for metrics.jsonl, summary.json and loss.png (runs/default)",
+    )  # fmt: skip
+    files.add_argument(
+        "--save-every", type=_at_least(1), metavar="N",
+        help="save a checkpoint every N steps and at the end, in DIR/checkpoints",
+    )  # fmt: skip
+    files.add_argument(
+        "--keep-last", type=_at_least(1), metavar="K", help="keep only the newest K checkpoints"
+    )
+    files.add_argument(
+        "--resume", metavar="PATH",
+        help="go on from a checkpoint or from the latest of a folder, on any number of ranks; "
+        "auto: from DIR/checkpoints if there is one",
     )  # fmt: skip
     files.add_argument(
         "--no-progress", dest="progress", action="store_false", help="print no line per step"

@@ -283,13 +283,20 @@ class Batches:
         Raises:
             ValueError: a token isn't in the vocabulary that was given to `load`.
         """
-        first = number * self.batch
+        return self.batch_from(number * self.batch)
+
+    def batch_from(self, first: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets [batch, seq] of a micro-batch that begins with sample `first`.
+
+        Raises:
+            ValueError: a token isn't in the vocabulary that was given to `load`.
+        """
         samples = torch.stack([self._sample(first + i) for i in range(self.batch)])
         low, high = (int(end) for end in samples.aminmax())
         if low < 0 or high >= self.tokens.vocabulary:
             raise ValueError(
                 f"expected tokens from 0 to {self.tokens.vocabulary - 1}, found "
-                f"{low if low < 0 else high} in micro-batch {number}: does the vocabulary "
+                f"{low if low < 0 else high} in the batch from sample {first}: does the vocabulary "
                 "(--vocab) belong to this data?"
             )
         return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()

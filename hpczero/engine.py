@@ -8,7 +8,8 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,7 +34,10 @@ from hpczero.partition.precision import Precision
 from hpczero.plan import Plan
 from hpczero.sizing import BucketShape, wire_bytes
 
-_RECORD = struct.Struct("dq16s")
+if TYPE_CHECKING:
+    from hpczero.checkpoints.checkpointer import Checkpointer
+
+_RECORD = struct.Struct("dq16sB")
 
 log = logging.getLogger("hpczero")
 
@@ -82,6 +86,10 @@ class Engine:
         """Steps ended, skipped ones too."""
         self.skipped_steps = 0
         """Steps skipped as a gradient wasn't finite: in fp16, or if bf16 is asked to check."""
+        self.global_samples = 0
+        """Samples of all steps over all ranks; 0 where the config doesn't say the batch."""
+        self.training_dataloader: Any = None
+        """The loader whose position checkpoints keep, if it has `state_dict`."""
         self._backwards = 0
         self._backward_due = True
         """Whether there is no backward in this micro-step yet."""
@@ -105,6 +113,7 @@ class Engine:
         self.lr_scheduler = self._schedule(lr_scheduler)
         """Advanced by every step that isn't skipped."""
         self._syncs = True
+        self._checkpointer: Checkpointer | None = None
         self.world.traffic.take()  # what building cost belongs to no step
         self._ledger.mark()
         self._ledger.mark()
@@ -255,6 +264,142 @@ class Engine:
         """Return the micro-steps of a step."""
         return self.config.accumulation
 
+    # Checkpoints #
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Save everything that the run needs to go on, on any number of ranks; return its folder.
+
+        All ranks call, between steps. Each rank writes what it owns, a file per rank. Costs no
+        memory, but `asynchronous` a copy of this rank's part of the states; then a failure is
+        raised by the next `step` or `save_checkpoint`, on all ranks, and at most one is written at
+        a time.
+
+        Args:
+            save_dir: a folder that all ranks see.
+            tag: the checkpoint's folder in it, by default `global_step{N}`.
+            client_state: what JSON can hold; rank 0's is saved.
+            asynchronous: write in a thread while training goes on.
+            keep_last: afterwards remove all but the newest so many.
+
+        Raises:
+            RuntimeError: in the middle of an accumulation, or of GatheredParameters.
+            CheckpointError: any rank can't write; what was saved before is intact.
+            TypeError: `client_state` holds what JSON can't.
+            ValueError: the tag is no plain folder name, or `keep_last` is below 1.
+        """
+        self._check_between_steps("save_checkpoint")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last: expected at least 1, found {keep_last}")
+        self.world.gathers.meet(f"save_checkpoint {tag!r}").result()
+        facts = {
+            "stage": self.config.zero_optimization.stage,
+            "precision": self.config.compute,
+            "client_state": dict(client_state or {}),
+            "scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
+            "counters": self._counters(),
+        }
+        root = Path(save_dir)
+        self._checkpoints().save(root, tag, facts, asynchronous=asynchronous, keep_last=keep_last)
+        return root / tag
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        strict: bool = True,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Load what any number of ranks saved, at any stage and precision; all ranks call.
+
+        Each rank reads what it keeps. Returns the checkpoint's folder and the client state, or
+        (None, {}) with a warning where `load_dir` has no checkpoint and no tag is asked for.
+
+        Args:
+            load_dir: the folder of checkpoints.
+            tag: which one, by default what `latest` names.
+            load_optimizer_states: else the optimizer stays as it is.
+            load_lr_scheduler_states: else the schedule stays as it is.
+            strict: False loads what matches, and warns of what doesn't.
+
+        Raises:
+            RuntimeError: in the middle of an accumulation, or of GatheredParameters.
+            CheckpointError: on all ranks: names, shapes or the optimizer don't match (all of it is
+                listed), or a file is missing or damaged.
+        """
+        self._check_between_steps("load_checkpoint")
+        self.world.gathers.meet("load_checkpoint").result()
+        self._runtime.outdate(frozen=True)
+        loaded = self._checkpoints().load(
+            Path(load_dir), tag, with_optimizer=load_optimizer_states, strict=strict
+        )
+        if loaded is None:
+            if self.rank == 0:
+                log.warning(f"{load_dir}: no checkpoint here (no file 'latest'): nothing loaded")
+            return None, {}
+        for line in loaded.skipped if self.rank == 0 else []:
+            log.warning(f"{loaded.folder}: not loaded: {line}")
+        self._set_counters(loaded.counters)
+        if load_lr_scheduler_states and self.lr_scheduler is not None and loaded.scheduler:
+            self.lr_scheduler.load_state_dict(loaded.scheduler)
+        return loaded.folder, loaded.client_state
+
+    def _checkpoints(self) -> Checkpointer:
+        if self._checkpointer is None:
+            from hpczero.checkpoints.checkpointer import Checkpointer  # h5py and others, when used
+
+            self._checkpointer = Checkpointer(
+                self.module, self._runtime.buckets, self._optimizer, self.world
+            )
+        return self._checkpointer
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._backwards or self.micro_steps % self.config.accumulation:
+            raise RuntimeError(
+                f"engine.{what}() at micro-step {self.micro_steps % self.config.accumulation} of "
+                f"{self.config.accumulation} with {self._backwards} backwards since the last "
+                "update: gradients are no part of a checkpoint; call it after the engine.step() "
+                "that updates"
+            )
+        held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
+        if held:
+            raise RuntimeError(
+                f"engine.{what}() inside GatheredParameters of {held[0]!r}: end the block first"
+            )
+
+    def _counters(self) -> dict[str, Any]:
+        loader = self.training_dataloader
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+            "updates": self._optimizer.steps,
+            "loss_scale": self._scaler and self._scaler.state_dict(),
+            "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        }
+
+    def _set_counters(self, counters: Mapping[str, Any]) -> None:
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
+        self.skipped_steps = counters["skipped_steps"]
+        self.micro_steps = self.global_steps * self.config.accumulation
+        self._optimizer.steps = counters["updates"]
+        if self._scaler is not None and counters["loss_scale"]:
+            self._scaler.load_state_dict(counters["loss_scale"])
+        loader = self.training_dataloader
+        if counters["data"] is not None and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(counters["data"])
+        watch.here(step=self.global_steps + 1)
+
     # Looking at the state #
 
     def full_grads(self) -> dict[str, torch.Tensor]:
@@ -404,20 +549,25 @@ class Engine:
         """
         uses = self._runtime.uses
         record = _RECORD.pack(
-            self._optimizer.norm_squared(), self.micro_steps, agreement.digest(uses)
+            self._optimizer.norm_squared(),
+            self.micro_steps,
+            agreement.digest(uses),
+            self._checkpointer is not None and self._checkpointer.failed,
         )
         late = bytes(self._runtime.reducer.late())
         cargo = Cargo("exchange", "step", 0)
         records = self.world.reductions.exchange(cargo, record + late).result()
         fields = [_RECORD.unpack_from(other) for other in records]
         where = f"step {self.global_steps + 1}, "
-        if len({micro_steps for _, micro_steps, _ in fields}) > 1:
+        if len({micro_steps for _, micro_steps, _, _ in fields}) > 1:
             mine = [f"micro-step {self.micro_steps}"]
             agreement.raise_difference(self.world, "micro-steps", mine, where)
-        if len({used for _, _, used in fields}) > 1:
+        if len({used for _, _, used, _ in fields}) > 1:
             agreement.raise_difference(self.world, "modules that ran", uses, where)
+        if any(failed for *_, failed in fields) and self._checkpointer is not None:
+            self._checkpointer.wait()  # all ranks learn of a failed save at the same step
         total = 0.0
-        for norm_squared, _, _ in fields:
+        for norm_squared, *_ in fields:
             total += norm_squared
         flags = [any(column) for column in zip(*(r[_RECORD.size :] for r in records), strict=True)]
         return total**0.5, flags
@@ -455,6 +605,7 @@ class Engine:
 
     def _end_step(self) -> None:
         self.global_steps += 1
+        self.global_samples += self.config.train_batch_size or 0
         self._backwards = 0
         self._runtime.end_step()
         self._ledger.mark()

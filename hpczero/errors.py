@@ -27,3 +27,11 @@ class Disagreement(RuntimeError):
     def __init__(self, message: str, reporter: int = 0) -> None:
         self.reporter = reporter
         super().__init__(message)
+
+
+class CheckpointError(RuntimeError):
+    """Report that a checkpoint can't be saved or loaded; raised alike on all ranks."""
+
+    def __init__(self, message: str, reporter: int = 0) -> None:
+        self.reporter = reporter
+        super().__init__(message)

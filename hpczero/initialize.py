@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from hpczero.comm.world import Comm, World
 from hpczero.config import Config
 from hpczero.engine import Engine, Schedule
 from hpczero.errors import ConfigError
+from hpczero.loader import EpochLoader
 from hpczero.optimizers import Groups, Source
 
 
@@ -43,7 +43,7 @@ def initialize(
             config's.
         model_parameters: parameters or groups for the config's optimizer, by default all.
         training_data: a data set; it becomes a loader of this rank's part in an order that is a
-            function of epoch and world.
+            function of epoch and world, and checkpoints keep the position in it.
         lr_scheduler: a torch scheduler over `optimizer`, or a function from the optimizer.
         mpu: a tensor-parallel layout; not supported yet.
         dist_init_required: ignored: MPI starts when it is imported.
@@ -80,21 +80,9 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
     )
-    loader = _loader(engine, training_data, collate_fn) if training_data is not None else None
-    return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-class EpochLoader(DataLoader[Any]):
-    """Load this rank's samples; each iteration is the next epoch, in an order of its own."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Start the next epoch."""
-        assert isinstance(self.sampler, DistributedSampler)
-        self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return super().__iter__()
+    if training_data is not None:
+        engine.training_dataloader = _loader(engine, training_data, collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _loader(
@@ -103,12 +91,13 @@ def _loader(
     batch = engine.config.train_micro_batch_size_per_gpu
     if batch is None:
         raise ConfigError(["training_data needs train_micro_batch_size_per_gpu, found none"])
-    drop = engine.config.dataloader_drop_last
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, num_replicas=engine.world_size, rank=engine.rank, drop_last=drop
-    )
     return EpochLoader(
-        data, batch_size=batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop
+        data,
+        batch=batch,
+        ranks=engine.world_size,
+        rank=engine.rank,
+        drop_last=engine.config.dataloader_drop_last,
+        collate_fn=collate_fn,
     )
 
 

@@ -45,13 +45,19 @@ class Journal:
         steps: of the whole run.
         progress: False shows nothing.
         active: on rank 0 only; elsewhere every method does nothing.
+        done: steps before this run, whose lines stay.
     """
 
-    def __init__(self, out: Path, steps: int, progress: bool, *, active: bool) -> None:
+    def __init__(
+        self, out: Path, steps: int, progress: bool, *, active: bool, done: int = 0
+    ) -> None:
         self.out = out
         self.steps = steps
         self.progress = progress
         self.active = active
+        self.done = done
+        self.history: list[Step] = []
+        """Steps written so far, those before this run too."""
         self.every = max(1, steps // 20)  # lines: enough to see the loss fall, few enough for a log
         self.file: IO[str] | None = None
         self.bar: Progress | None = None
@@ -61,10 +67,15 @@ class Journal:
     def __enter__(self) -> Journal:
         if self.active:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.file = self.stack.enter_context((self.out / "metrics.jsonl").open("w"))
+            path = self.out / "metrics.jsonl"
+            self.history = _read_steps(path, self.done)
+            part = path.with_suffix(".part")  # renamed, so that no history is lost on the way
+            part.write_text("".join(to_json(step._asdict()) + "\n" for step in self.history))
+            part.replace(path)
+            self.file = self.stack.enter_context(path.open("a"))
             if self.progress and _on_terminal():
                 self.bar = self.stack.enter_context(_bar())
-                self.task = self.bar.add_task("", total=self.steps)
+                self.task = self.bar.add_task("", total=self.steps, completed=self.done)
         return self
 
     def __exit__(
@@ -77,6 +88,7 @@ class Journal:
 
     def write(self, step: Step) -> None:
         """Write a step's line, readable by others at once, and show it."""
+        self.history.append(step)
         if self.file is None:
             return
         self.file.write(to_json(step._asdict()) + "\n")
@@ -86,6 +98,23 @@ class Journal:
             self.bar.update(self.task, advance=1, description=text)
         elif self.progress and (step.step % self.every == 0 or step.step in (1, self.steps)):
             print(f"step {step.step:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
+
+
+def _read_steps(path: Path, done: int) -> list[Step]:
+    """Return the first `done` steps of a run that is resumed, as far as the file has them."""
+    if not done or not path.exists():
+        return []
+    # The last line of a killed run may be half; it is then of a step that wasn't saved.
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+    ]
+    steps = [Step(**{**line, **_nan(line)}) for line in lines]
+    return [step for step in steps if step.step <= done]
+
+
+def _nan(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers that JSON couldn't write."""
+    return {key: math.nan for key, value in line.items() if value is None}
 
 
 class PeakPss:

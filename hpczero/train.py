@@ -4,6 +4,7 @@
     mpiexec -n 4 hpczero train                           # stage 3 in bf16 on four
     mpiexec -n 4 hpczero train --stage 1 --dtype fp32 --model small --accumulate 4
     srun -n 8 hpczero train --config ds.json --data corpus/
+    srun -n 6 hpczero train --save-every 100 --keep-last 3 --resume auto
     srun -n 8 hpczero train --data train.bin             # nanoGPT's tokens; or train.h5:tokens
 
 Everything that a training script of yours needs is in `train` below.
@@ -22,8 +23,12 @@ from hpczero import data
 from hpczero.comm.world import World
 from hpczero.config import Config
 from hpczero.engine import Engine
+from hpczero.errors import CheckpointError
 from hpczero.gpt import GPT, GPTConfig
 from hpczero.report import Journal, PeakPss, Step, draw, summarise
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in the run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +45,22 @@ class Settings:
     """Tokens that the model knows; None asks the data."""
     out: Path
     progress: bool
+    save_every: int | None = None
+    """Steps between checkpoints, which go to out/checkpoints; the last step is saved too."""
+    keep_last: int | None = None
+    """Checkpoints that stay."""
+    resume: Path | None = None
+    """A checkpoint, or a folder of checkpoints whose `latest` is taken."""
+    must_resume: bool = True
+    """Whether it is an error that `resume` has no checkpoint yet."""
 
 
 def train(settings: Settings, world: World) -> None:
-    """Train, writing metrics.jsonl, summary.json and loss.png; all ranks call.
+    """Train, writing metrics.jsonl, summary.json, loss.png and checkpoints; all ranks call.
 
     Raises:
         DataError: the data is missing, empty or too short; on all ranks alike.
+        CheckpointError: a checkpoint can't be saved, or not be resumed from; on all ranks alike.
     """
     share_cores(world)
     batch = settings.config.train_micro_batch_size_per_gpu
@@ -56,29 +70,29 @@ def train(settings: Settings, world: World) -> None:
     batches = data.Batches(tokens, seq=settings.model.seq, batch=batch, seed=settings.seed)
     model = GPT(replace(settings.model, vocabulary=tokens.vocabulary), settings.seed)
     engine = Engine(model, settings.config)
+    start_step = _resume(engine, settings)
     step_tokens = batch * settings.model.seq * accumulation * world.size
 
     pss = PeakPss()
-    steps: list[Step] = []
     with Journal(
-        settings.out, settings.steps, settings.progress, active=world.rank == 0
+        settings.out, settings.steps, settings.progress, active=world.rank == 0, done=start_step
     ) as journal:
-        for step in range(settings.steps):
+        for step in range(start_step, settings.steps):
             start = time.perf_counter()
-            lr, skipped = engine.lr, engine.skipped_steps
+            lr, skipped, first = engine.lr, engine.skipped_steps, engine.global_samples
             total = 0.0
             for micro in range(accumulation):
-                number = (step * accumulation + micro) * world.size + world.rank
-                loss = engine(*batches.micro_batch(number))
-                pss.sample(step)
+                number = micro * world.size + world.rank
+                loss = engine(*batches.batch_from(first + number * batch))
+                pss.sample(step - start_step)
                 engine.backward(loss)
-                pss.sample(step)
+                pss.sample(step - start_step)
                 engine.step()
-                pss.sample(step)
+                pss.sample(step - start_step)
                 total += loss.item()
             mean = world.mean(total / accumulation)
             seconds = time.perf_counter() - start
-            steps.append(
+            journal.write(
                 Step(
                     step=step + 1,
                     loss=mean,
@@ -89,10 +103,36 @@ def train(settings: Settings, world: World) -> None:
                     tokens_per_second=step_tokens / seconds,
                 )
             )
-            journal.write(steps[-1])
-    summarise(engine, settings.out, steps, pss)
+            if settings.save_every and (
+                (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
+            ):
+                engine.save_checkpoint(
+                    settings.out / CHECKPOINTS, asynchronous=True, keep_last=settings.keep_last
+                )
+    if start_step >= settings.steps:
+        if world.rank == 0:
+            print(f"step {start_step} is done already, of {settings.steps}: give more --steps")
+        return
+    summarise(engine, settings.out, journal.history, pss)
     if world.rank == 0:
-        draw(settings.out / "loss.png", steps)
+        draw(settings.out / "loss.png", journal.history)
+
+
+def _resume(engine: Engine, settings: Settings) -> int:
+    """Load what is asked for, and return the steps that are done."""
+    path = settings.resume
+    if path is None:
+        return 0
+    single = (path / "manifest.json").is_file()
+    if not (single or settings.must_resume or (path / "latest").is_file()):
+        return 0  # `--resume auto` on a run that has saved nothing yet
+    root, tag = (path.parent, path.name) if single else (path, None)
+    folder, _ = engine.load_checkpoint(root, tag)
+    if folder is None:
+        raise CheckpointError(f"--resume: expected a checkpoint in {path}, found none")
+    if engine.rank == 0 and settings.progress:
+        print(f"resumed {folder} after step {engine.global_steps}", flush=True)
+    return engine.global_steps
 
 
 def share_cores(world: World) -> None:

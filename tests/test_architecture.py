@@ -31,9 +31,10 @@ MAY_IMPORT = {
     **{name: BASE | {"config"} for name in SIDES},
     "partition": BASE | SIDES | {"config"},
     "optimizers": BASE | {"config", "partition"},
-    "engine": ENGINE | {"schedules", "optimizers"},
-    "initialize": ENGINE | {"engine", "optimizers"},
-    "checkpoints": ENGINE | {"engine"},
+    "checkpoints": ENGINE,
+    "engine": ENGINE | {"checkpoints", "schedules", "optimizers"},
+    "loader": set(),
+    "initialize": ENGINE | {"engine", "loader", "optimizers"},
     "data": BASE,
     "gpt": BASE,
     "report": ENGINE | {"engine", "__init__"},
@@ -47,9 +48,10 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 # Formats of others, which see a checkpoint as a Source only.
-FOREIGN = {"source", "files", "safetensors", "torchfile", "deepspeed", "deepspeed_files"} | {
-    "consolidate"
-}
+FOREIGN = {
+    "source", "files", "hdf5", "safetensors", "torchfile", "deepspeed", "deepspeed_files",
+    "consolidate",
+}  # fmt: skip
 # Which may import a library; all others may not.
 LIBRARIES = {
     "mpi4py": ("comm/",),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
+import h5py
 import torch
 
-from hpczero.checkpoints import safetensors, torchfile
+from hpczero.checkpoints import hdf5, safetensors, torchfile
 from hpczero.checkpoints.files import replacing
 from hpczero.checkpoints.source import Progress, Source, converted, numel, pieces, raw
 
@@ -71,23 +70,15 @@ def consolidate(
 def _write_hdf5(
     source: Source, path: Path, *, kind: str, dtype: torch.dtype | None, progress: Progress | None
 ) -> None:
-    import h5py
-
     names = source.names(kind)
     targets = {name: converted(source.dtype(kind, name), dtype) for name in names}
-    types = {target: _hdf5_type(target) for target in targets.values()}
-    if unknown := [name for name in names if types[targets[name]] is None]:
-        raise ValueError(
-            f"expected a dtype that HDF5 has, found {targets[unknown[0]]} in {unknown[0]!r}: "
-            "give a dtype to convert to"
-        )
+    types = {name: _type_name(target, name) for name, target in targets.items()}
     with replacing(path) as temporary:
-        # The bytes are written beside HDF5, which would want a tensor's shape cut into blocks.
-        offsets: dict[str, int | None] = {}
         with h5py.File(temporary, "w", libver=("earliest", "v110")) as file:
-            for name in names:
-                dataset = _dataset(file, name, source.shape(kind, name), types[targets[name]])
-                offsets[name] = dataset.get_offset()
+            offsets = {
+                name: hdf5.reserve(file, name, types[name], source.shape(kind, name))
+                for name in names
+            }
             for alias, name in source.tied().items():
                 if name in offsets:
                     file[alias] = file[name]
@@ -95,12 +86,8 @@ def _write_hdf5(
         done = 0
         with temporary.open("r+b") as file:
             for name, piece in _all_pieces(source, kind, names, dtype):
-                if piece.numel() == 0:
-                    continue
-                offset = offsets[name]
-                assert offset is not None, f"HDF5 has no room for {name!r}"
-                _write_at(file.fileno(), raw(piece), offset)
-                offsets[name] = offset + piece.nbytes
+                hdf5.write_at(file.fileno(), offsets[name], raw(piece))
+                offsets[name] += piece.nbytes
                 done += piece.nbytes
                 if progress is not None:
                     progress(done, total)
@@ -114,41 +101,8 @@ def _all_pieces(
             yield name, piece
 
 
-def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    while content:
-        count = os.pwrite(descriptor, content, offset)
-        content, offset = content[count:], offset + count
-
-
-def _dataset(file: Any, name: str, shape: tuple[int, ...], type_id: Any) -> Any:
-    """Return a dataset whose bytes lie in one run of the file, already there."""
-    import h5py
-
-    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    create.set_layout(h5py.h5d.CONTIGUOUS)
-    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    link.set_create_intermediate_group(True)
-    link.set_char_encoding(h5py.h5t.CSET_UTF8)
-    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = h5py.h5d.create(file.id, None, type_id, space, create)
-    h5py.h5o.link(dataset, file.id, name.encode(), lcpl=link)
-    return dataset
-
-
-def _hdf5_type(dtype: torch.dtype) -> Any:
-    """Return HDF5's type of a tensor's elements, None where it has none."""
-    import h5py
-
-    if dtype == torch.bfloat16:
-        bf16 = h5py.h5t.IEEE_F32LE.copy()
-        bf16.set_fields(15, 7, 8, 0, 7)  # places of sign, exponent (size 8) and mantissa (size 7)
-        bf16.set_size(2)
-        bf16.set_ebias(127)
-        return bf16
+def _type_name(dtype: torch.dtype, name: str) -> str:
     try:
-        array = torch.empty(0, dtype=dtype).numpy()
-    except TypeError:  # 8-bit floats
-        return None
-    return h5py.h5t.py_create(np.dtype(array.dtype), logical=True)
+        return hdf5.name_of(dtype)
+    except TypeError as error:
+        raise ValueError(f"{name!r}: {error}: give a dtype to convert to") from None

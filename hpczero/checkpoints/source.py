@@ -42,7 +42,8 @@ class Source(Protocol):
         """Return elements [start, stop) of a flattened tensor, verified, as a 1-D CPU tensor.
 
         Raises:
-            ValueError: what is stored is damaged, or the range isn't inside the tensor.
+            CheckpointError, ValueError: what is stored is damaged.
+            ValueError: the range isn't inside the tensor.
         """
 
     def tied(self) -> dict[str, str]:

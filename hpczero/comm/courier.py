@@ -178,6 +178,11 @@ class Courier:
         """Return the (pickled, small) objects of all ranks, in rank order."""
         return self._submit(Signature("exchange", name, 0, ""), lambda: self.comm.allgather(value))
 
+    def gather_objects(self, name: str, value: Any) -> Future[list[Any] | None]:
+        """Return the (pickled) objects of all ranks, in rank order, on rank 0, None elsewhere."""
+        signature = Signature("gather objects", name, 0, "")
+        return self._submit(signature, lambda: self.comm.gather(value))
+
     def meet(self, name: str) -> Future[None]:
         """Find all ranks at the same place in the queue, or name what each wants instead."""
         return self._submit(Signature("meeting", name, 0, ""), lambda: None)

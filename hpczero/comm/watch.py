@@ -38,8 +38,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hpczero.errors import Disagreement, Overflow
-
 FORWARD_SECONDS = 0.2  # lets the launcher forward the last lines before Abort kills it
 MAIN = ("__main__", "runpy")  # modules of the outermost frame of a program
 SIGTERM_SECONDS = 1.0  # Open MPI ends ranks by SIGTERM, then SIGKILL: those have nothing to say
@@ -157,7 +155,7 @@ def _on_exception(
     if not _active():
         _previous_hook(kind, error, trace)
         return
-    _fail_with(error, trace, "failed")
+    fail_with(error, trace, "failed")
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
@@ -165,11 +163,12 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
         _previous_thread_hook(args)
     elif not issubclass(args.exc_type, SystemExit):
         name = args.thread.name if args.thread else "unknown"
-        _fail_with(args.exc_value, args.exc_traceback, f"failed in thread {name!r}")
+        fail_with(args.exc_value, args.exc_traceback, f"failed in thread {name!r}")
 
 
-def _fail_with(error: BaseException, trace: TracebackType | None, event: str) -> None:
-    reporter = error.reporter if isinstance(error, Disagreement | Overflow) else None
+def fail_with(error: BaseException, trace: TracebackType | None, event: str) -> None:
+    """Print an error as this rank's, or let its reporter do so, then abort all ranks."""
+    reporter = getattr(error, "reporter", None)
     silent = reporter not in (None, _mpi().COMM_WORLD.rank)
     details = "".join(traceback.format_exception(type(error), error, trace))
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -223,7 +222,7 @@ def _on_exit() -> None:
             _flush()
             os._exit(_status)  # a forked child must not reach the MPI_Finalize of its parent
     elif last and trace and trace.tb_frame.f_globals.get("__name__") in MAIN and _active():
-        _fail_with(last, trace, "failed")
+        fail_with(last, trace, "failed")
     elif not _status and not finalized:
         while _callbacks:
             _callbacks.pop()()

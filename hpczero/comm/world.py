@@ -62,9 +62,10 @@ class World:
         self.nodes: int = sum(comm.allgather(self.local_rank == 0))
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
-        fate = Fate()
-        self.gathers = Courier(comm, "gathers", self.traffic, fate)
-        self.reductions = Courier(comm, "reductions", self.traffic, fate)
+        self._fate = Fate()
+        self.gathers = Courier(comm, "gathers", self.traffic, self._fate)
+        self.reductions = Courier(comm, "reductions", self.traffic, self._fate)
+        self._checkpoints: Courier | None = None
         _OPEN.add(self)
 
     @classmethod
@@ -78,9 +79,22 @@ class World:
         return world
 
     @property
+    def couriers(self) -> list[Courier]:
+        """Return all queues."""
+        more = [] if self._checkpoints is None else [self._checkpoints]
+        return [self.gathers, self.reductions, *more]
+
+    @property
     def broken(self) -> bool:
         """Tell whether a collective has failed, after which nothing can be carried any more."""
-        return self.gathers.failure is not None
+        return self._fate.error is not None
+
+    @property
+    def checkpoints(self) -> Courier:
+        """Return the queue of those who write checkpoints, made when all ranks first ask for it."""
+        if self._checkpoints is None:
+            self._checkpoints = Courier(self.comm, "checkpoints", self.traffic, self._fate)
+        return self._checkpoints
 
     def mean(self, value: float, purpose: str = "metrics") -> float:
         """Return the mean of a number over ranks, summed in rank order; all ranks call."""
@@ -119,7 +133,7 @@ def _part(worlds: list[World]) -> None:
         courier.goodbye()
         for world in worlds
         if not world.broken  # else all ranks have learnt of it, and the queues no longer match
-        for courier in (world.gathers, world.reductions)
+        for courier in world.couriers
     ]
     _OPEN.difference_update(worlds)
     if any(isinstance(future.exception(), Disagreement) for future in leaving):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import torch
@@ -167,9 +167,12 @@ class Bucket:
             self._forget()
             self.free()
 
-    def outdate(self) -> bool:
-        """Forget persistent weights that an update has changed; tell whether there were any."""
-        outdated = self.persistent and self.trainable and self.gathered
+    def outdate(self, frozen: bool = False) -> bool:
+        """Forget persistent weights that have changed in the shards; tell whether there were any.
+
+        Those of frozen buckets too, if asked: an update leaves them, loading doesn't.
+        """
+        outdated = self.persistent and (self.trainable or frozen) and self.gathered
         if outdated:
             self._forget()
         return outdated
@@ -309,6 +312,43 @@ class Bucket:
             return None
         cargo = self._cargo("parameters", self.dtype)
         return self._world.gathers.all_gather(cargo, self.full, self.shard)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Return the interval of the flat run that is this rank's shard."""
+        return self.layout.interval(self._world.rank)
+
+    @property
+    def own_weights(self) -> torch.Tensor:
+        """Return this rank's shard of the master weights (frozen ones: in their own dtype)."""
+        if not self.trainable:
+            return self.shard
+        lo, hi = self.own
+        return self.master[lo - self.span[0] : hi - self.span[0]]
+
+    def fill(self, read: Callable[[str, int, int], torch.Tensor | None]) -> None:
+        """Overwrite the weights that this rank updates (frozen ones: those that it keeps).
+
+        Communicates nothing; `publish` brings the other ranks what is theirs.
+
+        Args:
+            read: returns elements [start, stop) of a parameter by its name, in any dtype, or None
+                where they stay as they are.
+        """
+        if self.trainable:
+            (lo, hi), target = self.span, self.master
+        elif self._gathers_needed:
+            (lo, hi), target = self.layout.interval(self._world.rank), self.shard
+        else:
+            (lo, hi), target = (0, self.layout.padded), self.full
+        for slot in self.layout.slots:
+            start, stop = max(slot.start, lo), min(slot.stop, hi)
+            if start < stop:
+                values = read(slot.name, start - slot.start, stop - slot.start)
+                if values is not None:
+                    target[start - lo : stop - lo].copy_(values)
+        if self.trainable and self.master.data_ptr() != self.weights.data_ptr():
+            self.weights.copy_(self.master)
 
     def adopt(self, before: torch.Tensor) -> None:
         """Take over weights that were changed in `full`, where their bits differ from `before`."""

@@ -373,13 +373,17 @@ class Runtime:
         """Forget what belongs to this step."""
         self.uses.clear()
         self.reducer.end_step()
-        self.release_all()  # a forward after the backward may have left some
-        for bucket in self.buckets:
-            if bucket.outdate():
-                del self._used[bucket]
-                self._kept.pop(bucket, None)
+        self.outdate()
         for unit in self.units:
             unit.runs = 0
+
+    def outdate(self, frozen: bool = False) -> None:
+        """Forget gathered weights, which have changed in the shards (frozen ones, if asked)."""
+        self.release_all()  # a forward after the backward may have left some
+        for bucket in self.buckets:
+            if bucket.outdate(frozen):
+                del self._used[bucket]
+                self._kept.pop(bucket, None)
 
     # Buffers #
 

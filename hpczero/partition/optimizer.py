@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from hpczero.comm.world import World
 from hpczero.gpu.reference import TILE, AdamStep, adam_, sum_of_squares
+from hpczero.partition import states
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.lamb import Lamb, lamb_step
 from hpczero.partition.layout import ALIGN
@@ -23,7 +23,6 @@ from hpczero.partition.segments import (
     batches,
     by_parameter,
     by_size,
-    covers,
     cut,
     replace,
 )
@@ -184,23 +183,58 @@ class ShardedOptimizer:
             self._buckets[0].account_states(self._state_bytes())
 
     def full_state(self) -> dict[str, dict[str, Any]]:
-        """Return each parameter's state, whole, on rank 0, {} elsewhere; all ranks call."""
+        """Return each parameter's state, whole, on rank 0, {} elsewhere; all ranks call.
+
+        Costs one collective per bucket and kind of state, and one for the names of all.
+        """
+        mine = [(self.owned_states(bucket), self.describe(bucket)) for bucket in self._buckets]
+        names = [({k: t.dtype for k, t in owned.items()}, told) for owned, told in mine]
+        everyone = self._world.gathers.exchange_objects("optimizer_state", names).result()
         result: dict[str, dict[str, Any]] = {}
-        for bucket, run in groupby(self._segments, lambda segment: segment.bucket):
-            states = [(segment, self.inner.state[segment.master]) for segment in run]
-            for key in states[0][1]:
-                values = [state[key] for _, state in states]
-                if all(
-                    covers(value, segment.master)
-                    for value, (segment, _) in zip(values, states, strict=True)
-                ):
-                    full = bucket.collect(torch.cat(values), "optimizer_state")
-                    for name, value in bucket.named(full):
-                        result.setdefault(name, {})[key] = value.clone()
-                elif bucket.is_root_rank:
-                    for slot in bucket.layout.slots:
-                        result.setdefault(slot.name, {})[key] = values[0]
+        for index, bucket in enumerate(self._buckets):
+            dtypes: dict[str, torch.dtype] = {}
+            told: dict[str, states.Saved] = {}
+            for other in everyone:
+                dtypes |= other[index][0]
+                told |= other[index][1]
+            owned = mine[index][0]
+            for kind, dtype in dtypes.items():
+                nothing = torch.zeros(0 if kind in owned else bucket.layout.shard, dtype=dtype)
+                full = bucket.collect(owned.get(kind, nothing), "optimizer_state")
+                for name, value in bucket.named(full):
+                    if kind in told.get(name, ((kind,), {}))[0]:
+                        result.setdefault(name, {})[kind] = value.clone()
+            shared = next(iter(told.values()), ((), {}))[1]
+            for slot in bucket.layout.slots if bucket.is_root_rank else ():
+                # An empty parameter lies in no segment: it has what its neighbours have.
+                scalars = told[slot.name][1] if slot.name in told else shared
+                result.setdefault(slot.name, {}).update(scalars)
         return result
+
+    def owned_states(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Return the elementwise states over this rank's shard of a bucket, by kind."""
+        return states.owned(self.inner, self._segments, bucket)
+
+    def describe(self, bucket: Bucket) -> dict[str, states.Saved]:
+        """Return kinds and other states of the parameters in this rank's shard of a bucket."""
+        return states.describe(self.inner, self._segments, bucket)
+
+    def restore(
+        self,
+        saved: Mapping[str, states.Saved],
+        read: Callable[[str, str, int, int], torch.Tensor],
+    ) -> None:
+        """Take over saved states of the intervals that this rank updates.
+
+        Args:
+            saved: by parameter name; others keep the states that they have.
+            read: returns elements [start, stop) of a kind of a parameter.
+        """
+        known = 0 if self._ours else self._state_bytes()
+        self._segments = states.restore(self.inner, self._segments, saved, read)
+        self._by_master = {id(segment.master): segment for segment in self._segments}
+        if not self._ours:
+            self._buckets[0].account_states(self._state_bytes() - known)
 
     def _adam(
         self, segment: Segment, group: Mapping[str, Any], scale: float, tile_size: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,23 @@ class LossScaler:
         self._consecutive = consecutive_hysteresis
         self._steps = 0
         self._last_overflow = -1
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what changes in training."""
+        return {
+            "scale": self.scale,
+            "left": self._left,
+            "steps": self._steps,
+            "last_overflow": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state; a static scale stays the config's."""
+        if self.dynamic:
+            self.scale = float(state["scale"])
+            self._left = int(state["left"])
+        self._steps = int(state["steps"])
+        self._last_overflow = int(state["last_overflow"])
 
     def update(self, overflow: bool) -> bool:
         """Take note of a step; return False if it overflowed at the smallest scale."""

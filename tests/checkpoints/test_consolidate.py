@@ -95,7 +95,7 @@ def test_bf16_in_hdf5_has_all_kinds_of_numbers(tmp_path: Path) -> None:
 
 def test_hdf5_refuses_types_that_it_lacks(tmp_path: Path) -> None:
     source = Memory({"w": torch.ones(3).to(torch.float8_e5m2)})
-    with pytest.raises(ValueError, match=r"float8_e5m2 in 'w': give a dtype"):
+    with pytest.raises(ValueError, match=r"'w': .* found float8_e5m2: give a dtype"):
         consolidate(source, tmp_path / "x.h5", "hdf5")
     assert list(tmp_path.iterdir()) == []
     consolidate(source, tmp_path / "x.h5", "hdf5", torch.float16)

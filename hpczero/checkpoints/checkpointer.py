@@ -1,0 +1,257 @@
+"""Save and load the parts of an engine, in this thread or in one of its own."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import torch
+from torch import nn
+
+from hpczero.checkpoints import folder as folders
+from hpczero.checkpoints import randomness
+from hpczero.checkpoints.hdf5 import name_of
+from hpczero.checkpoints.index import path_of
+from hpczero.checkpoints.load import Loading, persistent_buffers
+from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
+from hpczero.checkpoints.plain import decode, encode
+from hpczero.checkpoints.reader import Checkpoint
+from hpczero.checkpoints.save import Snapshot, agree, save
+from hpczero.comm import watch
+from hpczero.comm.world import World
+from hpczero.errors import CheckpointError
+from hpczero.partition.bucket import Bucket
+from hpczero.partition.optimizer import ShardedOptimizer
+
+_WRITING: set[Checkpointer] = set()
+
+
+@atexit.register  # after h5py's, so before it: h5py must not shut down while a thread still writes
+def _finish() -> None:
+    try:
+        while _WRITING:
+            next(iter(_WRITING)).wait()
+    except CheckpointError as error:
+        watch.fail_with(error, error.__traceback__, "failed")
+
+
+class Loaded(NamedTuple):
+    """Hold what a checkpoint says beside its tensors, which are in place already."""
+
+    folder: Path
+    counters: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    client_state: dict[str, Any]
+    skipped: list[str]
+    """What didn't match, with strict=False."""
+
+
+class Checkpointer:
+    """Write and read checkpoints of a model, its optimizer and whatever counts steps.
+
+    Created and called by all ranks together. Costs a Courier.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        optimizer: ShardedOptimizer,
+        world: World,
+    ) -> None:
+        self._module, self._buckets, self._optimizer = module, buckets, optimizer
+        self._world = world
+        self._courier = world.checkpoints
+        self._writing: Future[None] | None = None
+
+    def save(
+        self,
+        root: Path,
+        tag: str,
+        facts: Mapping[str, Any],
+        *,
+        asynchronous: bool,
+        keep_last: int | None,
+    ) -> None:
+        """Save under a tag; all ranks call.
+
+        Args:
+            root: the folder of checkpoints.
+            tag: a plain folder name.
+            facts: stage, precision, client_state, scheduler and counters of the manifest.
+            asynchronous: copy what this rank owns, and write it while training goes on.
+            keep_last: remove all but so many of the newest checkpoints.
+
+        Raises:
+            CheckpointError: on all ranks, if any can't write; of the last asynchronous save too.
+            TypeError: a fact holds what JSON can't.
+        """
+        self.wait()
+        snapshot = self._snapshot(tag, {key: encode(fact, key) for key, fact in facts.items()})
+        if not asynchronous:
+            save(root, snapshot, self._courier, keep_last)
+            return
+        copy = snapshot.copy()
+        self._writing = Future()
+        _WRITING.add(self)
+        threading.Thread(
+            target=self._write,
+            args=(self._writing, root, copy, keep_last),
+            name="hpczero-checkpoint",
+            daemon=True,
+        ).start()
+
+    def load(
+        self, root: Path, tag: str | None, *, with_optimizer: bool, strict: bool
+    ) -> Loaded | None:
+        """Load weights, optimizer states, buffers and random state; all ranks call.
+
+        Returns None where the folder has no `latest` and no tag was asked for.
+
+        Raises:
+            CheckpointError: on all ranks, if any finds something missing, damaged or not matching.
+        """
+        self.wait()
+        what = "the checkpoint can't be loaded"
+        optimizer = self._optimizer if with_optimizer else None
+        loading = agree(self._courier, what, lambda: self._match(root, tag, optimizer, strict))
+        if loading is None:
+            return None
+        with loading.checkpoint as checkpoint:
+            agree(self._courier, what, lambda: loading.read(self._world.rank))
+        futures = [bucket.publish() for bucket in self._buckets if bucket.trainable]
+        for future in futures:
+            if future is not None:
+                future.result()
+        manifest = checkpoint.manifest
+        return Loaded(
+            checkpoint.folder,
+            decode(manifest.counters),
+            decode(manifest.scheduler),
+            decode(manifest.client_state),
+            loading.skipped,
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether what was being written in a thread has failed."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it failed; on all ranks alike.
+        """
+        writing, self._writing = self._writing, None
+        _WRITING.discard(self)
+        if writing is not None:
+            writing.result()
+
+    def _match(
+        self, root: Path, tag: str | None, optimizer: ShardedOptimizer | None, strict: bool
+    ) -> Loading | None:
+        folder = folders.find(root, tag)
+        if folder is None:
+            return None
+        return Loading(Checkpoint(folder), self._module, self._buckets, optimizer, strict)
+
+    def _write(
+        self, future: Future[None], root: Path, snapshot: Snapshot, keep_last: int | None
+    ) -> None:
+        try:
+            save(root, snapshot, self._courier, keep_last)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    # What is saved #
+
+    def _snapshot(self, tag: str, facts: Mapping[str, Any]) -> Snapshot:
+        arrays: dict[str, torch.Tensor] = {}
+        runs: dict[str, Run] = {}
+        everywhere: dict[str, Place] = {}
+        mine: dict[str, Place] = {}
+        for bucket in self._buckets:
+            states = self._optimizer.owned_states(bucket) if bucket.trainable else {}
+            tensors = {WEIGHTS: bucket.own_weights, **states}
+            arrays |= {path_of(kind, bucket.name): tensor for kind, tensor in tensors.items()}
+            dtypes = {kind: name_of(tensor.dtype) for kind, tensor in tensors.items()}
+            runs[bucket.name] = Run(bucket.layout.padded, dtypes)
+            told = self._optimizer.describe(bucket) if bucket.trainable else {}
+            for slot in bucket.layout.slots:
+                place = Place(
+                    bucket.name, slot.start, tuple(slot.shape), (WEIGHTS,), {}, bucket.trainable
+                )
+                everywhere[slot.name] = place
+                if slot.name in told:
+                    kinds, scalars = told[slot.name]
+                    scalars = encode(scalars, f"optimizer state of {slot.name!r}")
+                    place = place._replace(kinds=(WEIGHTS, *kinds), scalars=scalars)
+                    mine[slot.name] = place
+                if not slot.shape:
+                    arrays |= self._scalar(bucket, place, slot.name, tensors)
+        buffers = persistent_buffers(self._module)
+        if self._world.rank == 0:
+            arrays |= {path_of(BUFFERS, name): buffer for name, buffer in buffers.items()}
+        manifest = Manifest(
+            tag=tag,
+            world=self._world.size,
+            buckets=runs,
+            parameters=everywhere,
+            buffers=list(buffers),
+            tied=self._tied(everywhere),
+            optimizer=self._describe_optimizer(),
+            seed=torch.initial_seed(),
+            versions={
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "h5py": h5py.__version__,
+                "hdf5": h5py.version.hdf5_version,
+            },
+            **facts,
+        )
+        return Snapshot(arrays={**arrays, **randomness.snapshot()}, places=mine, manifest=manifest)
+
+    def _scalar(
+        self, bucket: Bucket, place: Place, name: str, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return a parameter of shape () once more by itself: HDF5 has no virtual scalars."""
+        at = place.start - bucket.layout.interval(self._world.rank)[0]
+        if not 0 <= at < bucket.layout.shard:
+            return {}
+        return {
+            path_of(f"scalars/{kind}", name): tensors[kind][at : at + 1].view(())
+            for kind in place.kinds
+        }
+
+    def _describe_optimizer(self) -> dict[str, Any]:
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return {
+            "type": type(self._optimizer.inner).__name__,
+            "groups": encode(groups, "the optimizer's parameter groups"),
+        }
+
+    def _tied(self, names: Mapping[str, Place]) -> dict[str, str]:
+        """Return the other names of parameters that have several."""
+        first = {
+            id(parameter): slot.name
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True)
+        }
+        return {
+            name: first[id(parameter)]
+            for name, parameter in self._module.named_parameters(remove_duplicate=False)
+            if name not in names
+        }

@@ -1,0 +1,239 @@
+"""One rank's HDF5 file: datasets made by h5py, bytes moved beside it, every block checksummed.
+
+[Note: who checks what]
+The manifest holds the checksum of each file's table and of its rest (HDF5's own structures). The
+table, a dataset of JSON text, lists each other dataset with its place and the checksums of its
+blocks. So whatever was read was what was written, a part of a dataset can be verified without
+reading all of it, and no byte of a file goes unchecked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import torch
+import xxhash
+
+from hpczero.checkpoints.hdf5 import dtype_of, name_of, reserve, write_at
+from hpczero.errors import CheckpointError
+
+BLOCK = 1 << 24
+"""Bytes under one checksum."""
+ALIGNMENT = 4096
+"""Of datasets in the file: direct I/O and file systems' pages."""
+TABLE = "table"
+
+
+class Entry(NamedTuple):
+    """Place a dataset in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    checksums: tuple[str, ...]
+    """Of each block of the dataset's bytes, in xxh3_64."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the dataset."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+class Seal(NamedTuple):
+    """Hold what a manifest says of a file: enough to know whether it is the one that was saved."""
+
+    name: str
+    size: int
+    table_offset: int
+    table_bytes: int
+    table_checksum: str
+    rest_checksum: str
+
+
+def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor]]) -> Seal:
+    """Write named tensors into a new file, flush it to the disk, and return its seal.
+
+    Costs no memory beyond the tensors': their bytes go from where they lie.
+
+    Raises:
+        OSError: the disk is full, the folder read-only, the file there already.
+        TypeError: HDF5 has no type for a tensor's dtype.
+    """
+    arrays = [(name, tensor.detach().contiguous()) for name, tensor in arrays]
+    table_bytes = len(_table({name: _entry(tensor, 1 << 60) for name, tensor in arrays}))
+    offsets = _create(path, arrays, table_bytes)
+    with path.open("r+b", buffering=0) as file:
+        number = file.fileno()
+        entries: dict[str, Entry] = {}
+        for name, tensor in arrays:
+            blocks = tuple(_write(number, offsets[name], bytes_of(tensor)))
+            entries[name] = _entry(tensor, offsets[name])._replace(checksums=blocks)
+        table = _table(entries).ljust(table_bytes)
+        write_at(number, offsets[TABLE], memoryview(table))
+        os.fsync(number)
+        size = os.fstat(number).st_size
+        rest = _rest(number, size, entries, offsets[TABLE], table_bytes)
+    return Seal(path.name, size, offsets[TABLE], table_bytes, checksum(table), rest)
+
+
+class RankFile:
+    """Read tensors of a file, every byte verified before it is given.
+
+    Raises:
+        CheckpointError: the file is missing, of another size, or isn't the one that was saved.
+    """
+
+    def __init__(self, folder: Path, seal: Seal) -> None:
+        self.path = folder / seal.name
+        try:
+            self._number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: {error.strerror}; the checkpoint needs it"
+            ) from None
+        size = os.fstat(self._number).st_size
+        if size != seal.size:
+            what = "truncated" if size < seal.size else "changed"
+            raise CheckpointError(
+                f"{self.path}: expected {seal.size} bytes, found {size}: the file was {what}"
+            )
+        table = _read(self._number, seal.table_offset, seal.table_bytes, self.path)
+        self._check(checksum(table), seal.table_checksum, "table of checksums")
+        self.entries = {
+            name: Entry(dtype, tuple(shape), offset, tuple(sums))
+            for name, (dtype, shape, offset, sums) in json.loads(bytes(table)).items()
+        }
+        place = (seal.table_offset, seal.table_bytes)
+        rest = _rest(self._number, size, self.entries, *place)
+        self._check(rest, seal.rest_checksum, "HDF5 structures")
+        self._block = lru_cache(maxsize=2)(self._read_block)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._block.cache_clear()
+        os.close(self._number)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements [start, stop) of a dataset as a new flat tensor.
+
+        Costs what it returns and one or two blocks.
+
+        Raises:
+            CheckpointError: there is no such dataset, or its bytes aren't those that were saved.
+        """
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path}: expected dataset {name!r}, found none")
+        entry = self.entries[name]
+        dtype = dtype_of(entry.dtype)
+        stop = math.prod(entry.shape) if stop is None else stop
+        result = torch.empty(stop - start, dtype=dtype)
+        target = bytes_of(result)
+        lo, hi = start * dtype.itemsize, stop * dtype.itemsize
+        for index in range(lo // BLOCK, -(-hi // BLOCK)):
+            first = max(lo, index * BLOCK)
+            last = min(hi, (index + 1) * BLOCK)
+            block = self._block(name, index)
+            target[first - lo : last - lo] = block[first - index * BLOCK : last - index * BLOCK]
+        return result
+
+    def verify(self) -> Iterator[tuple[str, int]]:
+        """Read everything, and yield each dataset's name and bytes when it is verified."""
+        for name, entry in self.entries.items():
+            for index in range(len(entry.checksums)):
+                self._read_block(name, index)
+            yield name, entry.nbytes
+
+    def _read_block(self, name: str, index: int) -> memoryview:
+        entry = self.entries[name]
+        start = index * BLOCK
+        count = min(BLOCK, entry.nbytes - start)
+        block = _read(self._number, entry.offset + start, count, self.path)
+        self._check(checksum(block), entry.checksums[index], f"dataset {name!r}, block {index}")
+        return block
+
+    def _check(self, found: str, expected: str, what: str) -> None:
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path}: {what}: expected checksum {expected}, found {found}: the file was "
+                "damaged or replaced after it was saved; load an older checkpoint (tag=...)"
+            )
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """Return the xxh3_64 of bytes, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous tensor's memory; the caller keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _entry(tensor: torch.Tensor, offset: int) -> Entry:
+    nbytes = tensor.numel() * tensor.element_size()
+    sums = ("0" * 16,) * -(-nbytes // BLOCK)
+    return Entry(name_of(tensor.dtype), tuple(tensor.shape), offset, sums)
+
+
+def _table(entries: Mapping[str, Entry]) -> bytes:
+    return json.dumps(entries).encode()
+
+
+def _create(
+    path: Path, arrays: Sequence[tuple[str, torch.Tensor]], table_bytes: int
+) -> dict[str, int]:
+    """Make the file with room for all, and return where each dataset lies."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V110)
+    access.set_alignment(ALIGNMENT, ALIGNMENT)
+    number = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)
+    with h5py.File(number) as file:
+        layouts = [(n, name_of(t.dtype), tuple(t.shape)) for n, t in arrays]
+        # Last, so that what lies behind the data is never mistaken for it.
+        layouts.append((TABLE, "uint8", (table_bytes,)))
+        return {name: reserve(file, name, dtype, shape) for name, dtype, shape in layouts}
+
+
+def _write(number: int, offset: int, data: memoryview) -> Iterator[str]:
+    for start in range(0, len(data), BLOCK):
+        block = data[start : start + BLOCK]
+        write_at(number, offset + start, block)
+        yield checksum(block)
+
+
+def _read(number: int, offset: int, count: int, path: Path) -> memoryview:
+    result = memoryview(bytearray(count))
+    done = 0
+    while done < count:
+        read = os.preadv(number, [result[done:]], offset + done)
+        if read == 0:
+            raise CheckpointError(f"{path}: the file ends at byte {offset + done}: truncated")
+        done += read
+    return result
+
+
+def _rest(
+    number: int, size: int, entries: Mapping[str, Entry], table_offset: int, table_bytes: int
+) -> str:
+    """Return the checksum of all bytes that are neither data nor the table."""
+    taken = sorted((e.offset, e.offset + e.nbytes) for e in entries.values() if e.nbytes)
+    taken = [*taken, (table_offset, table_offset + table_bytes), (size, size)]
+    digest, at = xxhash.xxh3_64(), 0
+    for start, stop in sorted(taken):
+        while at < start:
+            piece = os.pread(number, min(BLOCK, start - at), at)
+            if not piece:
+                break
+            digest.update(piece)
+            at += len(piece)
+        at = max(at, stop)
+    return digest.hexdigest()
