@@ -77,7 +77,7 @@ def test_the_losses_are_deepspeeds(
     deepspeed(SCRIPTS / script, "--stage", stage, "--out", str(theirs), log=tmp_path / "log")
     job = mpiexec(
         RANKS, str(SCRIPTS / script), "--stage", stage, "--out", str(ours),
-        env={"BACKEND": "hpczero"},
+        env={"BACKEND": "hpczero"}, timeout=100,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     for rank, (expected, found) in enumerate(zip(losses(theirs), losses(ours), strict=True)):
