@@ -282,6 +282,21 @@ def test_a_forward_between_backward_and_step_keeps_nothing_old() -> None:
     assert run(3) == run(2)
 
 
+def test_blocks_of_equal_size_are_gathered_ahead() -> None:
+    engine = hpczero.Engine(TinyLM(blocks=4), config(3))
+    ahead: list[list[int]] = []
+    blocks = [bucket for bucket in engine._runtime.buckets if bucket.name.startswith("blocks")]
+    for block in engine.module.blocks:
+        block.register_forward_hook(
+            lambda *_: ahead.append([n for n, b in enumerate(blocks) if b.gathered])
+        )
+    for _ in range(2):
+        ahead.clear()
+        engine.backward(engine(tokens(RANK)))
+        engine.step()
+    assert ahead == [[0, 1], [1, 2], [2, 3], [3]]
+
+
 def test_world_of_one_rank_is_the_same_road() -> None:
     runs = [train(TinyLM, lm_loss, config(stage), MPI.COMM_SELF) for stage in STAGES]
     assert_same_bits(runs)

@@ -283,7 +283,7 @@ class Runtime:
         self._make_room(unit)
         for bucket in unit.buckets:
             self._gather(bucket)
-        self._prefetch(schedule)
+        self._prefetch(schedule, unit)
         for bucket in unit.buckets:
             self.use(bucket, phase)
 
@@ -314,8 +314,12 @@ class Runtime:
             if bucket not in unit.buckets:
                 self._release(bucket)
 
-    def _prefetch(self, schedule: Schedule[Unit]) -> None:
-        foreseen = sum(bucket.layout.padded for bucket, used in self._used.items() if not used)
+    def _prefetch(self, schedule: Schedule[Unit], entered: Unit) -> None:
+        foreseen = sum(
+            bucket.layout.padded
+            for bucket, used in self._used.items()
+            if not used and bucket not in entered.buckets
+        )
         room = min(self._prefetch_numel - foreseen, self._room())
         for unit in schedule.ahead():
             missing = [bucket for bucket in unit.buckets if not bucket.gathered]
