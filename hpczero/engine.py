@@ -192,6 +192,11 @@ class Engine:
         return self._scaler.scale if self._scaler else 1.0
 
     @property
+    def kernel(self) -> str:
+        """Return what updates the weights: "C++ (AVX-512)", say, or "torch"."""
+        return self._optimizer.kernel
+
+    @property
     def rank(self) -> int:
         """Return this process's rank."""
         return self.world.rank

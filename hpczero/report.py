@@ -184,6 +184,7 @@ def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]])
         "nodes": engine.world.nodes,
         "stage": stage,
         "dtype": engine.config.compute,
+        "kernel": engine.kernel,
         "memory": ranks[0]["memory"],
         "memory_by_rank": [rank["memory"] for rank in ranks],
         "memory_formula": _formula(engine, stage),

@@ -20,8 +20,9 @@ from hpczero.train import Settings
 
 METRICS = ["step", "loss", "lr", "grad_norm", "skipped", "step_seconds", "tokens_per_second"]
 SUMMARY = [
-    "parameters", "ranks", "nodes", "stage", "dtype", "memory", "memory_by_rank", "memory_formula",
-    "traffic", "peak_pss", "peak_pss_by_rank", "loss_first", "loss_last", "versions",
+    "parameters", "ranks", "nodes", "stage", "dtype", "kernel", "memory", "memory_by_rank",
+    "memory_formula", "traffic", "peak_pss", "peak_pss_by_rank", "loss_first", "loss_last",
+    "versions",
 ]  # fmt: skip
 STATES = ["params", "grads", "states", "buffers"]
 SMALL = "--layers 2 --hidden 64 --heads 2 --seq 16 --batch 2 --steps 3".split()  # noqa: SIM905

@@ -71,7 +71,7 @@ def event():
 def job(tmp_path: Path) -> Callable[..., Job]:
     """Run START and a body on N ranks, and see that none outlives the event by much."""
 
-    def run(n: int, body: str, seconds: float = 30) -> Job:
+    def run(n: int, body: str, seconds: float = 60) -> Job:
         done = mpiexec(n, "-c", START + body, timeout=seconds, env={"NOTES": str(tmp_path)})
         notes = {path.name: path.read_text() for path in tmp_path.iterdir()}
         event = float(notes.pop("event", "inf"))

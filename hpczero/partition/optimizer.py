@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.comm.world import World
-from hpczero.gpu.reference import TILE, AdamStep, adam_, sum_of_squares
+from hpczero.gpu.adam import adam_, kernel_name
+from hpczero.gpu.reference import TILE, AdamStep, sum_of_squares
 from hpczero.partition import states
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.lamb import Lamb, lamb_step
@@ -125,6 +126,11 @@ class ShardedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the live parameter groups."""
         return self.inner.param_groups
+
+    @property
+    def kernel(self) -> str:
+        """Return what updates the weights: "C++ (AVX-512)", say, or "torch"."""
+        return kernel_name() if self._ours and not isinstance(self.inner, Lamb) else "torch"
 
     def norm_squared(self) -> float:
         """Return this rank's part of the squared gradient norm: its shards', in fixed blocks.
