@@ -123,8 +123,13 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; at stage 3 all ranks call alike."""
+        if self.config.accumulation > 1:
+            watch.here(micro_step=self.micro_steps % self.config.accumulation + 1)
+        watch.here(phase="forward")
         with self._runtime.forward():
-            return self.module(*args, **kwargs)
+            result = self.module(*args, **kwargs)
+        watch.here(phase="after forward", bucket=None)
+        return result
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -136,9 +141,11 @@ class Engine:
         `scale_wrt_gas=False` doesn't divide.
         """
         scaled = loss / self.config.accumulation if scale_wrt_gas else loss
+        watch.here(phase="backward")
         self._runtime.begin_backward(self._reduces)
         (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._runtime.end_backward()
+        watch.here(phase="after backward", bucket=None)
         self._backwards += 1
         self._backward_due = False
         return scaled.detach()
@@ -159,6 +166,7 @@ class Engine:
         if self.micro_steps % self.config.accumulation:
             return
         # 1. All gradients are reduced, late ones too.
+        watch.here(phase="step")
         self._runtime.finish("step")
         norm, late = self._exchange()
         if any(late):
@@ -615,7 +623,7 @@ class Engine:
         self._runtime.end_step()
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
-        watch.here(step=self.global_steps + 1)
+        watch.here(step=self.global_steps + 1, phase="after step")
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -83,6 +83,10 @@ class Courier:
         self._traffic = traffic
         self._number = 0
         self._closed = False
+        self._at: tuple[Signature, float] | None = None
+        self._ended = time.monotonic()
+        self.waits = False
+        """Whether the collective under way waits for other ranks to come to it."""
         self._records = np.empty((comm.size, SIGNATURE_BYTES), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hpczero-{name}", daemon=True)
@@ -92,6 +96,19 @@ class Courier:
     def failure(self) -> BaseException | None:
         """Return the error that broke this Courier."""
         return self._fate.error
+
+    @property
+    def busy(self) -> tuple[str, float]:
+        """Return which collective is under way, and for how many seconds; ("", 0) if none is."""
+        at = self._at
+        if at is None:
+            return "", 0.0
+        return f"{self._number} of the {self.name}: {at[0]}", time.monotonic() - at[1]
+
+    @property
+    def idle(self) -> float:
+        """Return the seconds since the last collective ended."""
+        return time.monotonic() - self._ended
 
     # Collectives #
 
@@ -228,6 +245,7 @@ class Courier:
             job = self._queue.get()
             if self.failure is not None:
                 continue  # its future has the error
+            self._at, self.waits = (job.signature, time.monotonic()), True
             try:
                 self._agree(job.signature)
                 result = job.run()
@@ -238,6 +256,8 @@ class Courier:
                     job.future.set_result(result)
                 if job.signature.collective == GOODBYE:
                     return
+            finally:
+                self._at, self.waits, self._ended = None, False, time.monotonic()
 
     def _agree(self, signature: Signature) -> None:
         """Compare signatures with all ranks before any data moves."""

@@ -76,17 +76,25 @@ def install() -> None:
 
 
 def here(**facts: object) -> None:
-    """Record where this rank is, for the messages of a failure: `here(step=12)`."""
+    """Record where this rank is, for the messages of a failure: `here(step=12)`; None forgets."""
     _facts.update(facts)
+
+
+def where() -> str:
+    """Return where this rank is: "step 12, forward, bucket blocks.3"."""
+    facts = dict(_facts)
+    return ", ".join(
+        f"{name.replace('_', '-')} {value}" for name, value in facts.items() if value is not None
+    )
 
 
 def rank_line(event: str = "is") -> str:
     """Return a line like `hpczero: rank 1 of 4 on host node7 failed at step 12`."""
     mpi = _mpi()
     rank, size = (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size) if mpi else (0, 1)
-    where = ", ".join(f"{name} {value}" for name, value in _facts.items())
+    place = where()
     return f"hpczero: rank {rank} of {size} on host {socket.gethostname()} {event}" + (
-        f" at {where}" if where else ""
+        f" at {place}" if place else ""
     )
 
 

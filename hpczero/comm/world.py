@@ -15,6 +15,7 @@ from mpi4py import MPI
 from hpczero.comm import watch
 from hpczero.comm.collectives import Traffic
 from hpczero.comm.courier import Courier, Fate
+from hpczero.comm.monitor import Monitor, timeout
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
 
@@ -37,8 +38,8 @@ _KEYVAL = MPI.Comm.Create_keyval()
 class World:
     """Hold the ranks of this run and the Couriers between them.
 
-    Created by all ranks of `comm` together (default: COMM_WORLD). Costs two duplicated
-    communicators and two threads; `World.of` makes only one per communicator.
+    Created by all ranks of `comm` together (default: COMM_WORLD). Costs three duplicated
+    communicators and three threads; `World.of` makes only one per communicator.
 
     Raises:
         RuntimeError: MPI runs without MPI_THREAD_MULTIPLE, or this is a world of one rank under a
@@ -51,6 +52,7 @@ class World:
             comm = MPI.COMM_WORLD
             check_launcher(comm.size)
         _check_threads()
+        _await_all(comm)
         self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -66,6 +68,7 @@ class World:
         self.gathers = Courier(comm, "gathers", self.traffic, self._fate)
         self.reductions = Courier(comm, "reductions", self.traffic, self._fate)
         self._checkpoints: Courier | None = None
+        self._monitor = Monitor(comm, self.couriers) if comm.size > 1 else None
         _OPEN.add(self)
 
     @classmethod
@@ -94,6 +97,8 @@ class World:
         """Return the queue of those who write checkpoints, made when all ranks first ask for it."""
         if self._checkpoints is None:
             self._checkpoints = Courier(self.comm, "checkpoints", self.traffic, self._fate)
+            if self._monitor is not None:
+                self._monitor.couriers.append(self._checkpoints)
         return self._checkpoints
 
     def mean(self, value: float, purpose: str = "metrics") -> float:
@@ -138,6 +143,22 @@ def _part(worlds: list[World]) -> None:
     _OPEN.difference_update(worlds)
     if any(isinstance(future.exception(), Disagreement) for future in leaving):
         time.sleep(10)  # the others are ending the job with the message
+    for world in worlds:
+        if world._monitor is not None:
+            world._monitor.close()
+
+
+def _await_all(comm: MPI.Intracomm) -> None:
+    """Wait for all ranks to come here: a rank that left before has no queue to say so in."""
+    seconds, start = timeout(), time.monotonic()
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+        if time.monotonic() - start > seconds:
+            raise TimeoutError(
+                f"rank {comm.rank} waited {seconds:g} s (HPCZERO_TIMEOUT) for all {comm.size} "
+                "ranks to build their first Engine: have some ended, or do they build none?"
+            )
 
 
 def _check_threads() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hpczero.comm import watch
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
@@ -34,6 +35,12 @@ class Unit:
     """Forward calls since the last step, recomputation not counted."""
     visits: int = 0
     """How many of them the current backward has reached."""
+
+    @property
+    def label(self) -> str:
+        """Return the unit's name and its first parameter, for people."""
+        names = [slot.name for bucket in self.buckets for slot in bucket.layout.slots]
+        return f"{self.name} (from {names[0]})" if names else self.name
 
     @property
     def numel(self) -> int:
@@ -279,6 +286,7 @@ class Runtime:
     # Gather and release #
 
     def _enter(self, unit: Unit, schedule: Schedule[Unit], phase: str) -> None:
+        watch.here(bucket=unit.label)
         schedule.visit(unit)
         self._make_room(unit)
         for bucket in unit.buckets:
