@@ -476,8 +476,12 @@ def test_a_tag_is_a_plain_name(tag: str, folder: Path) -> None:
 
 def test_client_state_is_json(folder: Path) -> None:
     engine = engine_of(lm, config(0))
-    with pytest.raises(TypeError, match=r"client_state\.model: .* Linear"):
-        engine.save_checkpoint(folder, client_state={"model": nn.Linear(1, 1)})
+    for asynchronous in (False, True):
+        state = {"model": nn.Linear(1, 1) if RANK == SIZE - 1 else 1}
+        with pytest.raises(
+            CheckpointError, match=rf"rank {SIZE - 1} .*client_state\.model: .* Linear"
+        ):
+            engine.save_checkpoint(folder, None, state, asynchronous)
     with pytest.raises(ValueError, match="keep_last: expected at least 1, found 0"):
         engine.save_checkpoint(folder, keep_last=0)
 
