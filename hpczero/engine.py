@@ -114,6 +114,7 @@ class Engine:
         """Advanced by every step that isn't skipped."""
         self._syncs = True
         self._checkpointer: Checkpointer | None = None
+        self._save_failed = False
         self.world.traffic.take()  # what building cost belongs to no step
         self._ledger.mark()
         self._ledger.mark()
@@ -159,6 +160,7 @@ class Engine:
         Raises:
             RuntimeError: no `engine.backward` in this micro-step, or a bare `loss.backward()`.
             Disagreement: the ranks ran different modules or numbers of micro-steps.
+            CheckpointError: an asynchronous save failed; this step is complete all the same.
         """
         self._check_backward()
         self._backward_due = True
@@ -304,9 +306,9 @@ class Engine:
 
         Raises:
             RuntimeError: in the middle of an accumulation, or of GatheredParameters.
-            CheckpointError: any rank can't write; what was saved before is intact.
-            TypeError: `client_state` holds what JSON can't.
-            ValueError: the tag is no plain folder name, or `keep_last` is below 1.
+            CheckpointError: on all ranks: any rank can't write, a `client_state` holds what JSON
+                can't, or the tag is no plain folder name; what was saved before is intact.
+            ValueError: `keep_last` is below 1.
         """
         self._check_between_steps("save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -347,7 +349,8 @@ class Engine:
         Raises:
             RuntimeError: in the middle of an accumulation, or of GatheredParameters.
             CheckpointError: on all ranks: names, shapes or the optimizer don't match (all of it is
-                listed), or a file is missing or damaged.
+                listed), or a file is missing or damaged. Of a damaged one a part may be in place
+                already: load another.
         """
         self._check_between_steps("load_checkpoint")
         self.world.gathers.meet("load_checkpoint").result()
@@ -577,8 +580,7 @@ class Engine:
             agreement.raise_difference(self.world, "micro-steps", mine, where)
         if len({used for _, _, used, _ in fields}) > 1:
             agreement.raise_difference(self.world, "modules that ran", uses, where)
-        if any(failed for *_, failed in fields) and self._checkpointer is not None:
-            self._checkpointer.wait()  # all ranks learn of a failed save at the same step
+        self._save_failed = any(failed for *_, failed in fields)
         total = 0.0
         for norm_squared, *_ in fields:
             total += norm_squared
@@ -624,6 +626,9 @@ class Engine:
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
         watch.here(step=self.global_steps + 1, phase="after step")
+        if self._save_failed and self._checkpointer is not None:
+            self._save_failed = False
+            self._checkpointer.wait()  # raises, on all ranks at the same step, which is complete
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from models import WIDTH, Squared, TinyLM, feature_loss, lm_loss
 from mpi4py import MPI
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import hpczero
+from hpczero.checkpoints.consolidate import consolidate
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.errors import CheckpointError
 
@@ -476,8 +478,12 @@ def test_a_tag_is_a_plain_name(tag: str, folder: Path) -> None:
 
 def test_client_state_is_json(folder: Path) -> None:
     engine = engine_of(lm, config(0))
-    with pytest.raises(TypeError, match=r"client_state\.model: .* Linear"):
-        engine.save_checkpoint(folder, client_state={"model": nn.Linear(1, 1)})
+    for asynchronous in (False, True):
+        state = {"model": nn.Linear(1, 1) if RANK == SIZE - 1 else 1}
+        with pytest.raises(
+            CheckpointError, match=rf"rank {SIZE - 1} .*client_state\.model: .* Linear"
+        ):
+            engine.save_checkpoint(folder, None, state, asynchronous)
     with pytest.raises(ValueError, match="keep_last: expected at least 1, found 0"):
         engine.save_checkpoint(folder, keep_last=0)
 
@@ -535,6 +541,56 @@ def test_plain_h5py_reads_the_model(folder: Path) -> None:
     with Checkpoint(moved) as checkpoint:
         files = [name.split(":")[0] for name, _ in checkpoint.verify()]
     assert {*files} == {"index.h5", *(f"rank_{rank:05d}.h5" for rank in range(SIZE))}
+
+
+def through_h5py(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    """Read an index, where slashes in names are escaped, or a file with all names at its root."""
+    found = {}
+    with h5py.File(path) as file:
+        for name in names:
+            key = name.replace("~", "~0").replace("/", "~1")
+            kinds = [kind for kind in ("weights", "buffers") if key in file.get(kind, ())]
+            found[name] = torch.from_numpy(np.asarray(file[f"{kinds[0]}/{key}" if kinds else name]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_exit_gives_what_the_engine_gives(dtype: str, folder: Path) -> None:
+    engine = engine_of(odd, config(3, dtype))
+    run(engine, feature_loss, 2)
+    path = engine.save_checkpoint(folder)
+    expected, states = engine.full_state_dict(), engine.full_optimizer_state()
+    if RANK != 0:
+        return
+    with Checkpoint(path) as checkpoint:
+        for name, form in [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x.h5", "hdf5")]:
+            consolidate(checkpoint, folder / name, form)
+        consolidate(checkpoint, folder / "split", "safetensors", max_shard_bytes=300)
+        consolidate(checkpoint, folder / "moments.pt", "torch", kind="exp_avg_sq")
+        tied = checkpoint.tied()
+    parts = sorted((folder / "split").glob("*.safetensors"))
+    exits = {
+        "index.h5": through_h5py(path / "index.h5", [*expected]),
+        "hdf5": through_h5py(folder / "x.h5", [*expected]),
+        "torch": torch.load(folder / "x.pt", weights_only=True),
+        "safetensors": load_file(folder / "x.safetensors"),
+        "split": {name: tensor for part in parts for name, tensor in load_file(part).items()},
+    }
+    assert len(parts) > 1 and tied == {"inner.tied.weight": "inner.first.weight"}
+    for name in ("safetensors", "split"):  # which keep one name of each tensor
+        exits[name] |= {alias: exits[name][first] for alias, first in tied.items()}
+    for name, found in exits.items():
+        assert found.keys() == expected.keys(), name
+        for key, tensor in found.items():
+            assert tensor.shape == expected[key].shape, (name, key)
+            assert torch.equal(tensor.to(expected[key].dtype), expected[key]), (name, key)
+    frozen = engine.module.get_parameter("inner.frozen.weight")
+    assert exits["torch"]["inner.frozen.weight"].dtype == frozen.dtype
+    found = torch.load(folder / "moments.pt", weights_only=True)
+    for name, state in states.items():
+        if expected[name].numel():
+            assert torch.equal(found[name], state["exp_avg_sq"]), name
+    assert "inner.frozen.weight" not in found
 
 
 def damage_bit(path: Path) -> None:

@@ -21,8 +21,9 @@ from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.load import Loading, persistent_buffers
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
 from hpczero.checkpoints.plain import decode, encode
+from hpczero.checkpoints.rankfile import checksum
 from hpczero.checkpoints.reader import Checkpoint
-from hpczero.checkpoints.save import Snapshot, agree, save
+from hpczero.checkpoints.save import Snapshot, agree, not_saved, save
 from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.errors import CheckpointError
@@ -89,20 +90,24 @@ class Checkpointer:
             keep_last: remove all but so many of the newest checkpoints.
 
         Raises:
-            CheckpointError: on all ranks, if any can't write; of the last asynchronous save too.
-            TypeError: a fact holds what JSON can't.
+            CheckpointError: on all ranks, if any can't write, or a fact of any holds what JSON
+                can't; of the last asynchronous save too.
         """
         self.wait()
-        snapshot = self._snapshot(tag, {key: encode(fact, key) for key, fact in facts.items()})
+
+        def take() -> Snapshot:
+            taken = self._snapshot(tag, {key: encode(fact, key) for key, fact in facts.items()})
+            return taken.copy() if asynchronous else taken
+
+        snapshot = agree(self._courier, not_saved(tag), take)
         if not asynchronous:
             save(root, snapshot, self._courier, keep_last)
             return
-        copy = snapshot.copy()
         self._writing = Future()
         _WRITING.add(self)
         threading.Thread(
             target=self._write,
-            args=(self._writing, root, copy, keep_last),
+            args=(self._writing, root, snapshot, keep_last),
             name="hpczero-checkpoint",
             daemon=True,
         ).start()
@@ -115,12 +120,14 @@ class Checkpointer:
         Returns None where the folder has no `latest` and no tag was asked for.
 
         Raises:
-            CheckpointError: on all ranks, if any finds something missing, damaged or not matching.
+            CheckpointError: on all ranks, if any finds something missing, damaged or not matching,
+                or another checkpoint than the others.
         """
         self.wait()
         what = "the checkpoint can't be loaded"
         optimizer = self._optimizer if with_optimizer else None
         loading = agree(self._courier, what, lambda: self._match(root, tag, optimizer, strict))
+        self._compare(root, loading)
         if loading is None:
             return None
         with loading.checkpoint as checkpoint:
@@ -161,7 +168,28 @@ class Checkpointer:
         folder = folders.find(root, tag)
         if folder is None:
             return None
-        return Loading(Checkpoint(folder), self._module, self._buckets, optimizer, strict)
+        checkpoint = Checkpoint(folder)
+        try:
+            return Loading(checkpoint, self._module, self._buckets, optimizer, strict)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    def _compare(self, root: Path, loading: Loading | None) -> None:
+        """See that all ranks have found the same checkpoint."""
+        mine = None
+        if loading is not None:
+            seals = repr(loading.checkpoint.manifest.files)
+            mine = (loading.checkpoint.folder.name, checksum(seals.encode()))
+        seen = self._courier.exchange_objects("load_checkpoint", (str(root), mine)).result()
+        where, first = seen[0]
+        for rank, (_, other) in enumerate(seen):
+            if other != first:
+                texts = [each and f"{each[0]!r} ({each[1]})" for each in (first, other)]
+                raise CheckpointError(
+                    f"{where}: expected the same checkpoint on all ranks, found {texts[0]} on rank "
+                    f"0, {texts[1]} on rank {rank}: is the folder shared by all nodes?"
+                )
 
     def _write(
         self, future: Future[None], root: Path, snapshot: Snapshot, keep_last: int | None

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 from pathlib import Path
 
 from hpczero.checkpoints import manifest as manifests
-from hpczero.checkpoints.files import sync
+from hpczero.checkpoints.files import naming, sync
 from hpczero.errors import CheckpointError
 
 LATEST = "latest"
@@ -25,12 +26,14 @@ SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _LOCK = ".lock"
 
+log = logging.getLogger("hpczero")
+
 
 class Folder:
     """Write one checkpoint into a folder of checkpoints; for rank 0.
 
     Raises:
-        CheckpointError: another job is saving into the folder.
+        CheckpointError: another job is saving into the folder, or the tag's is no checkpoint.
         OSError: the folder can't be written.
     """
 
@@ -44,8 +47,13 @@ class Folder:
         try:
             # Whoever holds the lock is alone: what others left half done is of no use to anybody.
             for rubbish in root.glob(f"{SAVING}*"):
-                shutil.rmtree(rubbish) if rubbish.is_dir() else rubbish.unlink()
+                _remove(rubbish)
             self._recover()
+            if self.final.exists() and not (self.final / manifests.FILE).is_file():
+                raise CheckpointError(
+                    f"{self.final}: expected nothing, or a checkpoint to replace, found something "
+                    "else, which stays: choose another folder or tag"
+                )
             self.partial.mkdir()
         except BaseException:
             self.close()
@@ -54,26 +62,39 @@ class Folder:
     def commit(self, keep_last: int | None) -> None:
         """Give the whole checkpoint its name, let `latest` name it, and remove old ones."""
         sync(self.partial)
-        aside = self.root / f"{_REPLACED}{self.final.name}"
-        if self.final.exists():
-            self.final.rename(aside)
-        self.partial.rename(self.final)
-        sync(self.root)
         latest = self.root / f"{SAVING}{LATEST}"
-        write(latest, f"{self.final.name}\n")
-        latest.replace(self.root / LATEST)
+        write(latest, f"{self.final.name}\n")  # all that needs room comes before what can be seen
+        aside = self.root / f"{_REPLACED}{self.final.name}"
+        replaces = self.final.exists()
+        if replaces:
+            self.final.rename(aside)
+        try:
+            self.partial.rename(self.final)
+            sync(self.root)
+            latest.replace(self.root / LATEST)
+        except BaseException:
+            if self.final.exists():
+                self.final.rename(self.partial)
+            if replaces:
+                aside.rename(self.final)
+            raise
         sync(self.root)
-        if aside.exists():
-            shutil.rmtree(aside)
+        _remove(aside)
         if keep_last is not None:
-            self._prune(keep_last)
+            try:
+                self._prune(keep_last)
+            except OSError as error:
+                log.warning(f"an old checkpoint was not removed: {describe(error)}")
 
     def close(self, failed: bool = False) -> None:
         """Let others save; remove what a failure left."""
         if self._lock is None:
             return
         if failed:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            _remove(self.partial)
+            _remove(self.root / f"{SAVING}{LATEST}")
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked worker of a loader may have it open
         os.close(self._lock)
         self._lock = None
 
@@ -82,20 +103,20 @@ class Folder:
         for aside in self.root.glob(f"{_REPLACED}*"):
             final = self.root / aside.name.removeprefix(_REPLACED)
             if final.exists():
-                shutil.rmtree(aside)
+                _remove(aside)
             else:
                 aside.rename(final)
 
     def _prune(self, keep_last: int) -> None:
         found = []
-        for path in self.root.iterdir():
-            if path != self.final and (path / manifests.FILE).is_file():
+        for path in (self.root / tag for tag in tags(self.root)):
+            if path != self.final:
                 with contextlib.suppress(CheckpointError):
                     found.append((manifests.load(path).counters["global_steps"], path))
         for _, path in sorted(found)[: max(0, len(found) - (keep_last - 1))]:
             gone = self.root / f"{SAVING}{path.name}"
             path.rename(gone)
-            shutil.rmtree(gone)
+            _remove(gone)
 
 
 def find(root: Path, tag: str | None) -> Path | None:
@@ -106,13 +127,16 @@ def find(root: Path, tag: str | None) -> Path | None:
     """
     if tag is None:
         try:
-            tag = (root / LATEST).read_text().strip()
+            tag = (root / LATEST).read_text(errors="replace").strip()
+            check_tag(tag)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except ValueError as error:
+            raise CheckpointError(f"{root / LATEST}: {error}") from None
         named = f"{root / LATEST} names it"
     else:
         named = "asked for"
-    check_tag(tag)
+        check_tag(tag)
     for path in (root / tag, root / f"{_REPLACED}{tag}"):
         if (path / manifests.FILE).is_file():
             return path
@@ -145,10 +169,17 @@ def check_tag(tag: str) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write a small file and flush it to the disk."""
-    with path.open("w") as file:
+    with naming(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder that nobody needs; the next save tries what is still in use."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _lock(root: Path) -> int:

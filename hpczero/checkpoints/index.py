@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpczero.checkpoints.files import naming
 from hpczero.checkpoints.hdf5 import dtype_of, hdf5_type, link_properties
 from hpczero.checkpoints.manifest import BUFFERS, Manifest
 
@@ -62,7 +63,7 @@ def build(path: Path, manifest: Manifest) -> None:
         path: the new file, beside the ranks' files.
         manifest: names and places.
     """
-    with h5py.File(path, "x", libver=("earliest", "v110")) as file:
+    with naming(path), h5py.File(path, "x", libver=("earliest", "v110")) as file:
         for name, place in manifest.parameters.items():
             for kind in place.kinds:
                 _link(file, manifest, kind, name)
@@ -108,5 +109,5 @@ def _link(file: Any, manifest: Manifest, kind: str, name: str) -> None:
 
 def _fill_with_nan(create: Any, dtype: str) -> None:
     """Make a rank's missing file look like what it is; HDF5 itself says nothing of it."""
-    if dtype_of(dtype).is_floating_point and dtype != "bfloat16":
-        create.set_fill_value(np.array(np.nan, dtype=dtype))
+    if dtype_of(dtype).is_floating_point:
+        create.set_fill_value(np.array(np.nan, "float32" if dtype == "bfloat16" else dtype))

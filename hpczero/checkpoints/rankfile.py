@@ -22,6 +22,7 @@ import h5py
 import torch
 import xxhash
 
+from hpczero.checkpoints.files import naming
 from hpczero.checkpoints.hdf5 import dtype_of, name_of, reserve, write_at
 from hpczero.errors import CheckpointError
 
@@ -69,18 +70,19 @@ def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor]]) -> Seal:
     """
     arrays = [(name, tensor.detach().contiguous()) for name, tensor in arrays]
     table_bytes = len(_table({name: _entry(tensor, 1 << 60) for name, tensor in arrays}))
-    offsets = _create(path, arrays, table_bytes)
-    with path.open("r+b", buffering=0) as file:
-        number = file.fileno()
-        entries: dict[str, Entry] = {}
-        for name, tensor in arrays:
-            blocks = tuple(_write(number, offsets[name], bytes_of(tensor)))
-            entries[name] = _entry(tensor, offsets[name])._replace(checksums=blocks)
-        table = _table(entries).ljust(table_bytes)
-        write_at(number, offsets[TABLE], memoryview(table))
-        os.fsync(number)
-        size = os.fstat(number).st_size
-        rest = _rest(number, size, entries, offsets[TABLE], table_bytes)
+    with naming(path):
+        offsets = _create(path, arrays, table_bytes)
+        with path.open("r+b", buffering=0) as file:
+            number = file.fileno()
+            entries: dict[str, Entry] = {}
+            for name, tensor in arrays:
+                blocks = tuple(_write(number, offsets[name], bytes_of(tensor)))
+                entries[name] = _entry(tensor, offsets[name])._replace(checksums=blocks)
+            table = _table(entries).ljust(table_bytes)
+            write_at(number, offsets[TABLE], memoryview(table))
+            os.fsync(number)
+            size = os.fstat(number).st_size
+            rest = _rest(number, size, entries, offsets[TABLE], table_bytes)
     return Seal(path.name, size, offsets[TABLE], table_bytes, checksum(table), rest)
 
 
@@ -99,6 +101,14 @@ class RankFile:
             raise CheckpointError(
                 f"{self.path}: {error.strerror}; the checkpoint needs it"
             ) from None
+        try:
+            self.entries = self._open(seal)
+        except BaseException:
+            os.close(self._number)
+            raise
+        self._block = lru_cache(maxsize=2)(self._read_block)
+
+    def _open(self, seal: Seal) -> dict[str, Entry]:
         size = os.fstat(self._number).st_size
         if size != seal.size:
             what = "truncated" if size < seal.size else "changed"
@@ -107,18 +117,22 @@ class RankFile:
             )
         table = _read(self._number, seal.table_offset, seal.table_bytes, self.path)
         self._check(checksum(table), seal.table_checksum, "table of checksums")
-        self.entries = {
+        entries = {
             name: Entry(dtype, tuple(shape), offset, tuple(sums))
             for name, (dtype, shape, offset, sums) in json.loads(bytes(table)).items()
         }
         place = (seal.table_offset, seal.table_bytes)
-        rest = _rest(self._number, size, self.entries, *place)
+        rest = _rest(self._number, size, entries, *place)
         self._check(rest, seal.rest_checksum, "HDF5 structures")
-        self._block = lru_cache(maxsize=2)(self._read_block)
+        return entries
+
+    def forget(self) -> None:
+        """Give back the memory of the blocks that were read last."""
+        self._block.cache_clear()
 
     def close(self) -> None:
         """Close the file."""
-        self._block.cache_clear()
+        self.forget()
         os.close(self._number)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

@@ -15,6 +15,9 @@ from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest
 from hpczero.checkpoints.rankfile import RankFile, checksum
 from hpczero.errors import CheckpointError
 
+OPEN_FILES = 128
+"""How many ranks' files are open at a time: a process may have a thousand or so."""
+
 
 class Checkpoint:
     """Read a checkpoint's tensors, every byte verified; a Source for all exits.
@@ -29,6 +32,7 @@ class Checkpoint:
         self.folder = folder
         self.manifest: Manifest = manifests.load(folder)
         self._open: dict[int, RankFile] = {}
+        self._last = 0
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -43,7 +47,12 @@ class Checkpoint:
 
     def file(self, rank: int) -> RankFile:
         """Return a rank's file, its table and HDF5 structures verified."""
+        if rank != self._last and self._last in self._open:
+            self._open[self._last].forget()  # else the last blocks of all files stay in memory
+        self._last = rank
         if rank not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
             self._open[rank] = RankFile(self.folder, self.manifest.files[rank])
         return self._open[rank]
 

@@ -55,7 +55,7 @@ def save(root: Path, snapshot: Snapshot, courier: Courier, keep_last: int | None
             is lost.
     """
     rank, tag = courier.comm.rank, snapshot.manifest.tag
-    what = f"checkpoint {tag!r} was not saved; what was saved before is intact"
+    what = not_saved(tag)
     place: Folder | None = None
     try:
         place = agree(courier, what, lambda: Folder(root, tag) if rank == 0 else None)
@@ -74,6 +74,11 @@ def save(root: Path, snapshot: Snapshot, courier: Courier, keep_last: int | None
         raise
     if place is not None:
         place.close()
+
+
+def not_saved(tag: str) -> str:
+    """Return the beginning of the error of a failed save."""
+    return f"checkpoint {tag!r} was not saved; what was saved before is intact"
 
 
 def _finish(
