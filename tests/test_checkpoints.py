@@ -466,6 +466,18 @@ def test_saving_in_the_middle_is_refused(folder: Path) -> None:
     assert not any(folder.iterdir())
 
 
+def test_files_of_others_are_not_replaced(folder: Path) -> None:
+    if RANK == 0:
+        (folder / "global_step0").mkdir()
+        (folder / "global_step0" / "mine.txt").write_text("dear")
+    WORLD.Barrier()
+    engine = engine_of(lm, config(3))
+    with pytest.raises(CheckpointError, match=r"global_step0: .* found other files, which stay"):
+        engine.save_checkpoint(folder)
+    assert (folder / "global_step0" / "mine.txt").read_text() == "dear"
+    engine.save_checkpoint(folder, "free")
+
+
 @pytest.mark.parametrize("tag", ["", "../x", "a/b", ".hidden", "latest"])
 def test_a_tag_is_a_plain_name(tag: str, folder: Path) -> None:
     engine = engine_of(lm, config(0))

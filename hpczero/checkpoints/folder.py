@@ -30,7 +30,8 @@ class Folder:
     """Write one checkpoint into a folder of checkpoints; for rank 0.
 
     Raises:
-        CheckpointError: another job is saving into the folder.
+        CheckpointError: another job is saving into the folder, or what is no checkpoint has the
+            tag's name.
         OSError: the folder can't be written.
     """
 
@@ -39,6 +40,11 @@ class Folder:
         self.root = root
         self.final = root / tag
         self.partial = root / f"{SAVING}{tag}"
+        if self.final.exists() and not (self.final / manifests.FILE).is_file():
+            raise CheckpointError(
+                f"{self.final}: expected a checkpoint of hpczero to replace, or nothing, found "
+                "other files, which stay: give another tag or folder"
+            )
         root.mkdir(parents=True, exist_ok=True)
         self._lock: int | None = _lock(root)
         try:

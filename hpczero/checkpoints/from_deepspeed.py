@@ -58,7 +58,13 @@ def import_deepspeed(
     Raises:
         CheckpointError: another job is saving there.
         OSError: the folder can't be written.
+        ValueError: it is the DeepSpeed checkpoint's own.
     """
+    theirs = source.folder.resolve()
+    if root.resolve() in (theirs, theirs.parent):
+        raise ValueError(
+            f"expected another folder than {root}, which is DeepSpeed's own: `latest` there is its"
+        )
     counters = source.counters
     left_out: list[str] = []
     facts = _facts(source, left_out)
