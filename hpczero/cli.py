@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from hpczero.comm import watch
 from hpczero.comm.world import World
@@ -31,7 +34,8 @@ DEFAULTS: Mapping[str, Any] = {
 MODEL = "tiny"
 BATCH = 4
 STEPS = 200
-DTYPES = ("fp32", "bf16", "fp16")  # each but fp32 is a section of the config with `enabled`
+# Each but fp32 is a section of the config with `enabled`.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,12 +51,38 @@ def main(argv: Sequence[str] | None = None) -> None:
             watch.release()  # `doctor` has told all ranks
             sys.exit(code)
         return
+    if args.command != "train":
+        _alone(args)
+        return
     try:
         train(_settings(args), World.of())
     except (UsageError, ConfigError, DataError) as error:
         args.parser.error(str(error))
     except CheckpointError as error:
         args.parser.exit(1, f"hpczero: {error}\n")
+
+
+def _alone(args: argparse.Namespace) -> None:
+    """Run a command of one process."""
+    from hpczero import commands  # h5py and others, when used
+
+    if World.of().size > 1:
+        args.parser.error(f"{args.command} is for one process: run it without mpiexec or srun")
+    try:
+        if args.command == "inspect":
+            commands.inspect(args.checkpoint, verify=args.verify, as_json=args.json)
+        elif args.command == "consolidate":
+            commands.consolidate(
+                args.checkpoint,
+                args.out,
+                args.format,
+                args.dtype and DTYPES[args.dtype],
+                args.max_shard_size,
+            )
+        else:
+            commands.import_deepspeed(args.folder, args.out, args.tag)
+    except commands.FAILURES as error:
+        args.parser.exit(1, f"hpczero: {commands.in_words(error)}\n")
 
 
 class UsageError(ValueError):
@@ -95,7 +125,7 @@ def _config(args: argparse.Namespace) -> Config:
         except OSError as error:
             raise UsageError(f"--config: {error.strerror}: {str(args.config)!r}") from None
     flags = {
-        **({f"{name}.enabled": args.dtype == name for name in DTYPES[1:]} if args.dtype else {}),
+        **({f"{name}.enabled": args.dtype == name for name in [*DTYPES][1:]} if args.dtype else {}),
         "zero_optimization.stage": args.stage,
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulate,
@@ -134,7 +164,71 @@ def _parser() -> _Parser:
     )
     command.set_defaults(parser=command)
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_inspect(commands)
+    _add_consolidate(commands)
+    _add_import(commands)
     return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "inspect",
+        allow_abbrev=False,
+        help="show what a checkpoint holds",
+        description="Show what a checkpoint holds: hpczero inspect runs/default/checkpoints",
+        epilog="Exit code: 0 all well, 1 no checkpoint or damage, 2 usage.",
+    )
+    command.set_defaults(parser=command)
+    _add_checkpoint(command)
+    command.add_argument("--verify", action="store_true", help="read all of it, check every byte")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _add_consolidate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "consolidate",
+        allow_abbrev=False,
+        help="write a checkpoint's weights for other programs",
+        description="Write a checkpoint's weights whole, in the memory of a few MiB. A folder of "
+        "safetensors with the model's config.json loads by from_pretrained of transformers.",
+    )
+    command.set_defaults(parser=command)
+    _add_checkpoint(command)
+    command.add_argument(
+        "out", type=Path, metavar="OUT",
+        help="a file; for safetensors a folder, unless it ends in .safetensors",
+    )  # fmt: skip
+    command.add_argument(
+        "--format", choices=("safetensors", "torch", "hdf5"), default="safetensors",
+        help="(safetensors)",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, help="of floating tensors (as saved)")
+    command.add_argument(
+        "--max-shard-size", type=_bytes, metavar="5GB",
+        help="cut a folder of safetensors into files of at most so many bytes (one file)",
+    )  # fmt: skip
+
+
+def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "import-deepspeed",
+        allow_abbrev=False,
+        help="turn a DeepSpeed checkpoint into one of ours",
+        description="Turn a DeepSpeed checkpoint of ZeRO (stages 1 to 3) into one that "
+        "engine.load_checkpoint loads, with optimizer states. DeepSpeed isn't needed, and nothing "
+        "in the files is executed.",
+    )
+    command.set_defaults(parser=command)
+    command.add_argument("folder", type=Path, metavar="DIR", help="as given to save_checkpoint")
+    command.add_argument("out", type=Path, metavar="OUT", help="a folder of our checkpoints")
+    command.add_argument("--tag", help="which checkpoint in DIR (what `latest` names)")
+
+
+def _add_checkpoint(command: _Parser) -> None:
+    command.add_argument(
+        "checkpoint", type=Path, metavar="CKPT",
+        help="a checkpoint, or a folder of checkpoints: what `latest` names",
+    )  # fmt: skip
 
 
 def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -193,6 +287,19 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     files.add_argument(
         "--no-progress", dest="progress", action="store_false", help="print no line per step"
     )
+
+
+def _bytes(text: str) -> int:
+    """Return the bytes of "5GB", "200MiB" or "1000"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B?|B?)", text.upper())
+    count = 0
+    if found is not None:
+        number, prefix, binary = found.groups()
+        power = "KMGT".index(prefix) + 1 if prefix else 0
+        count = int(float(number) * (1024 if binary else 1000) ** power)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB, found {text!r}")
+    return count
 
 
 def _at_least(least: int) -> Callable[[str], int]:

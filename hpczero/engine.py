@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -362,12 +362,41 @@ class Engine:
             if self.rank == 0:
                 log.warning(f"{load_dir}: no checkpoint here (no file 'latest'): nothing loaded")
             return None, {}
-        for line in loaded.skipped if self.rank == 0 else []:
-            log.warning(f"{loaded.folder}: not loaded: {line}")
+        self._warn_of(loaded.skipped, loaded.folder)
         self._set_counters(loaded.counters)
         if load_lr_scheduler_states and self.lr_scheduler is not None and loaded.scheduler:
             self.lr_scheduler.load_state_dict(loaded.scheduler)
         return loaded.folder, loaded.client_state
+
+    def load_safetensors(self, path: str | PathLike[str], strict: bool = True) -> None:
+        """Load weights and persistent buffers by name, straight into the shards; all ranks call.
+
+        Each rank reads what it keeps: no rank ever has the whole model, unless the stage keeps it.
+        Numbers take the dtypes here. The optimizer's states and all counts stay as they are.
+
+        Args:
+            path: a .safetensors file, or a folder of them as transformers writes it.
+            strict: False loads what matches, and warns of what doesn't.
+
+        Raises:
+            RuntimeError: in the middle of an accumulation, or of GatheredParameters.
+            CheckpointError: on all ranks: there is no such file or it is damaged, or names, shapes
+                or kinds of numbers don't match (all of it is listed).
+        """
+        from hpczero.checkpoints.safetensors import SafetensorsFolder
+
+        self._check_between_steps("load_safetensors")
+        self.world.gathers.meet("load_safetensors").result()
+        self._runtime.outdate(frozen=True)
+        origin = Path(path)
+        skipped = self._checkpoints().load_weights(
+            lambda: SafetensorsFolder(origin), origin, strict=strict
+        )
+        self._warn_of(skipped, origin)
+
+    def _warn_of(self, skipped: Sequence[str], origin: Path) -> None:
+        for line in skipped if self.rank == 0 else []:
+            log.warning(f"{origin}: not loaded: {line}")
 
     def _checkpoints(self) -> Checkpointer:
         if self._checkpointer is None:

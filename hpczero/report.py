@@ -7,8 +7,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -260,19 +260,50 @@ def _bar() -> Progress:
     )
 
 
+@contextmanager
+def byte_progress(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show on a terminal how many bytes of all are done, as the function given is told."""
+    if quiet or not _on_terminal():
+        yield lambda done, total: None
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def show_table(
     title: str,
     columns: Sequence[str],
     rows: Iterable[Sequence[str] | None],
     *,
     justify: Literal["left", "right"] = "right",
+    wrap: bool = True,
 ) -> None:
-    """Print a table; `justify` is of all columns but the first, and a row None draws a line."""
+    """Print a table; `justify` is of all columns but the first, and a row None draws a line.
+
+    `wrap=False` lets lines be as long as they need, where they go to no terminal.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(columns[0], title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0], overflow="fold")
     for name in columns[1:]:
         table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
@@ -280,7 +311,9 @@ def show_table(
             table.add_section()
         else:
             table.add_row(*map(Text, row))
-    Console(force_terminal=_on_terminal(), highlight=False).print(table)
+    terminal = _on_terminal()
+    width = None if terminal or wrap else 10_000
+    Console(force_terminal=terminal, highlight=False, width=width).print(table)
 
 
 def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:

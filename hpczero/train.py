@@ -124,12 +124,12 @@ def _resume(engine: Engine, settings: Settings) -> int:
     if path is None:
         return 0
     single = (path / "manifest.json").is_file()
-    if not (single or settings.must_resume or (path / "latest").is_file()):
+    if not (single or (path / "latest").is_file()):
+        if settings.must_resume:
+            raise CheckpointError(f"--resume: expected a checkpoint in {path}, found none")
         return 0  # `--resume auto` on a run that has saved nothing yet
     root, tag = (path.parent, path.name) if single else (path, None)
     folder, _ = engine.load_checkpoint(root, tag)
-    if folder is None:
-        raise CheckpointError(f"--resume: expected a checkpoint in {path}, found none")
     if engine.rank == 0 and settings.progress:
         print(f"resumed {folder} after step {engine.global_steps}", flush=True)
     return engine.global_steps

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +30,17 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+
+
+# Else DeepSpeed compiles an all-reduce in shared memory when it starts, under a lock that a killed
+# process leaves behind for ever: that takes a compiler and half a minute. Without it gloo reduces.
+_COMPILE_NOTHING = """
+import os, runpy, sys, deepspeed.ops
+deepspeed.ops.__compatible_ops__ = {}
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,52 @@ def mpiexec(n: int, *argv: str, timeout: float = 60, env: Mapping[str, str] | No
         end_tree(process.pid)
         raise
     return Job(args, process.returncode, stdout)
+
+
+def deepspeed_python() -> str | None:
+    """Return a Python that has DeepSpeed: HPCZERO_TEST_DEEPSPEED, else this one if it has."""
+    here = sys.executable if importlib.util.find_spec("deepspeed") else None
+    return os.environ.get("HPCZERO_TEST_DEEPSPEED") or here
+
+
+needs_deepspeed = pytest.mark.skipif(
+    deepspeed_python() is None,
+    reason="needs DeepSpeed: pip install '.[bench]', or HPCZERO_TEST_DEEPSPEED=PYTHON",
+)
+
+
+def deepspeed(ranks: int, script: Path, *argv: str, log: Path, timeout: float = 300) -> None:
+    """Run a script that imports DeepSpeed on some ranks, as its launcher would.
+
+    Raises:
+        AssertionError: a rank failed; shows what all printed, which `log` keeps.
+    """
+    python = deepspeed_python()
+    assert python is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Only the tests' own modules: this Python's packages may be of another version than that one's.
+    world |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "tests"), "BACKEND": "deepspeed"}
+    with log.open("w") as output:  # a file: a full pipe would stop one rank while another waits
+        processes = [
+            subprocess.Popen(
+                [python, "-c", _COMPILE_NOTHING, str(script), *argv],
+                env=environment({"RANK": str(rank), "LOCAL_RANK": str(rank)}) | world,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [process.wait(timeout=timeout) for process in processes]
+        finally:
+            for process in processes:
+                end_tree(process.pid)
+                process.wait()
+    assert codes == [0] * ranks, log.read_text()[-8000:]
 
 
 def launcher() -> str:

@@ -39,8 +39,9 @@ MAY_IMPORT = {
     "gpt": BASE,
     "report": ENGINE | {"engine", "__init__"},
     "train": ENGINE | {"engine", "checkpoints", "data", "gpt", "report", "__init__"},
+    "commands": ENGINE | {"checkpoints", "report"},
     "cli": ENGINE
-    | {"engine", "checkpoints", "data", "doctor", "gpt", "report", "train", "__init__"},
+    | {"engine", "checkpoints", "commands", "data", "doctor", "gpt", "report", "train", "__init__"},
     "diagnosis": {"comm"},
     "doctor": ENGINE | {"data", "diagnosis", "report", "train", "__init__"},
     "zero": ENGINE | {"engine", "checkpoints", "__init__"},

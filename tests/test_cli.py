@@ -265,6 +265,79 @@ def test_a_larger_vocabulary_can_be_asked_for(tmp_path: Path) -> None:
     assert summary["loss_first"] == pytest.approx(math.log(1000), rel=0.02)
 
 
+# Resuming #
+
+
+def losses(out: Path) -> list[float]:
+    """Return the losses in metrics.jsonl, whose steps follow one another."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def run_train(out: Path, steps: int, *flags: str | Path, ranks: int = 1, batch: int = 2) -> str:
+    """Run `hpczero train` in a job of its own, and return what it prints."""
+    size = [*SMALL, "--steps", str(steps), "--batch", str(batch), "--save-every", "2"]
+    job = mpiexec(ranks, "-m", "hpczero", "train", *size, *map(str, flags), "--out", str(out))
+    assert job.returncode == 0, job.stdout
+    return job.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_the_run(tmp_path: Path, ranks: int) -> None:
+    flags = ["--accumulate", "2", "--keep-last", "2", "--resume", "auto"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_train(whole, 6, *flags, ranks=ranks)
+    assert "resumed" not in run_train(parts, 3, *flags, ranks=ranks)
+    # As if killed in step 4: its line is half there, its checkpoint isn't.
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 9')
+    output = run_train(parts, 6, *flags, ranks=ranks)
+    assert output.count(f"resumed {parts / 'checkpoints' / 'global_step3'} after step 3") == 1
+    assert "step 4/6  loss" in output or "step 6/6  loss" in output
+    assert "step 3/6" not in output
+    assert losses(parts) == losses(whole)
+    found = {path.name for path in (parts / "checkpoints").iterdir()}
+    assert found == {"global_step4", "global_step6", "latest", ".lock"}
+    assert json.loads((parts / "summary.json").read_text())["loss_first"] == losses(whole)[0]
+    assert "step 6 is done already, of 6" in run_train(parts, 6, *flags, ranks=ranks)
+    assert losses(parts) == losses(whole)
+
+
+def test_a_run_resumes_on_other_ranks_from_any_folder(tmp_path: Path) -> None:
+    flags = ["--dtype", "fp32", "--stage", "3", "--no-progress"]
+    run_train(tmp_path / "two", 6, *flags, ranks=2, batch=2)
+    saved = tmp_path / "two" / "checkpoints" / "global_step2"
+    for ranks, batch, stage in ((1, 4, "3"), (4, 1, "1")):
+        out = tmp_path / f"on {ranks}"
+        run_train(out, 6, *flags, "--stage", stage, "--resume", saved, ranks=ranks, batch=batch)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [3, 4, 5, 6]
+        expected = losses(tmp_path / "two")[2:]
+        assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_to_resume_from_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in ("none", "empty"):
+        flags = [*SMALL, "--out", str(tmp_path / "out"), "--resume", str(tmp_path / path)]
+        job = mpiexec(2, "-m", "hpczero", "train", *flags)
+        assert job.returncode == 1
+        line = f"hpczero: --resume: expected a checkpoint in {tmp_path / path}, found none"
+        assert [text for text in job.stdout.splitlines() if text] == [line]
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
+    run_train(tmp_path, 2, "--no-progress")
+    flags = [*SMALL, "--hidden", "32", "--out", str(tmp_path), "--resume", "auto"]
+    job = mpiexec(2, "-m", "hpczero", "train", *flags)
+    assert job.returncode == 1
+    assert job.stdout.count("entries don't match the model") == 1
+    assert "other shape: parameter 'embed.weight' is (256, 32) here, (256, 64) there" in job.stdout
+    assert "Traceback" not in job.stdout
+    assert len(losses(tmp_path)) == 2
+
+
 def steps(count: int, loss: float = 1.0) -> list[report.Step]:
     return [report.Step(n, loss / n, 0.1 * n, 1.0, False, 0.5, 2.0) for n in range(1, count + 1)]
 

@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launch import end_tree, environment, mpiexec
+from launch import deepspeed, mpiexec, needs_deepspeed
 
 SCRIPTS = Path(__file__).parent / "oracle"
 RANKS = 2
 TOLERANCE = 1e-5
-# Else DeepSpeed compiles an all-reduce in shared memory when it starts: that takes a compiler and
-# half a minute. Without it gloo reduces.
-COMPILE_NOTHING = """
-import runpy, sys, deepspeed.ops
-deepspeed.ops.__compatible_ops__ = {}
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="needs DeepSpeed: pip install '.[bench]', as .ci/run does",
-    ),
+    needs_deepspeed,
 ]
-
-
-def deepspeed(script: Path, *flags: str, log: Path) -> None:
-    """Run a script on DeepSpeed, with the variables that its launcher would set."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world |= {"BACKEND": "deepspeed", "DS_ACCELERATOR": "cpu"}
-    with log.open("w") as output:  # a file: a full pipe would stop one rank while another waits
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", COMPILE_NOTHING, str(script), *flags],
-                env=environment(world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [process.wait(timeout=120) for process in processes]
-        finally:
-            for process in processes:
-                end_tree(process.pid)
-    assert codes == [0] * RANKS, log.read_text()
 
 
 def losses(folder: Path) -> list[list[float]]:
@@ -74,7 +33,7 @@ def test_the_losses_are_deepspeeds(
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
     ours.mkdir()
-    deepspeed(SCRIPTS / script, "--stage", stage, "--out", str(theirs), log=tmp_path / "log")
+    deepspeed(RANKS, SCRIPTS / script, "--stage", stage, "--out", str(theirs), log=tmp_path / "log")
     job = mpiexec(
         RANKS, str(SCRIPTS / script), "--stage", stage, "--out", str(ours),
         env={"BACKEND": "hpczero"}, timeout=100,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ from hpczero.checkpoints import folder as folders
 from hpczero.checkpoints import randomness
 from hpczero.checkpoints.hdf5 import name_of
 from hpczero.checkpoints.index import path_of
-from hpczero.checkpoints.load import Loading, persistent_buffers
+from hpczero.checkpoints.load import Loading, Weights, persistent_buffers, tied
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
 from hpczero.checkpoints.plain import decode, encode
 from hpczero.checkpoints.rankfile import checksum
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.checkpoints.save import Snapshot, agree, not_saved, save
+from hpczero.checkpoints.source import Source
 from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.errors import CheckpointError
@@ -132,10 +133,7 @@ class Checkpointer:
             return None
         with loading.checkpoint as checkpoint:
             agree(self._courier, what, lambda: loading.read(self._world.rank))
-        futures = [bucket.publish() for bucket in self._buckets if bucket.trainable]
-        for future in futures:
-            if future is not None:
-                future.result()
+        self._publish()
         manifest = checkpoint.manifest
         return Loaded(
             checkpoint.folder,
@@ -144,6 +142,28 @@ class Checkpointer:
             decode(manifest.client_state),
             loading.skipped,
         )
+
+    def load_weights(
+        self, open_source: Callable[[], Source], origin: Path, *, strict: bool
+    ) -> list[str]:
+        """Load weights and buffers from any source; all ranks call. Returns what didn't match.
+
+        Raises:
+            CheckpointError: on all ranks, if any finds something missing, damaged or not matching.
+        """
+        self.wait()
+
+        def match() -> Weights:
+            weights = Weights(open_source(), self._module, self._buckets)
+            if strict:
+                weights.require_all(origin, weights.problems)
+            return weights
+
+        what = "the weights can't be loaded"
+        weights = agree(self._courier, what, match)
+        agree(self._courier, what, weights.read)
+        self._publish()
+        return weights.problems
 
     @property
     def failed(self) -> bool:
@@ -161,6 +181,13 @@ class Checkpointer:
         _WRITING.discard(self)
         if writing is not None:
             writing.result()
+
+    def _publish(self) -> None:
+        """Bring what was read to all who keep a copy."""
+        futures = [bucket.publish() for bucket in self._buckets if bucket.trainable]
+        for future in futures:
+            if future is not None:
+                future.result()
 
     def _match(
         self, root: Path, tag: str | None, optimizer: ShardedOptimizer | None, strict: bool
@@ -236,7 +263,7 @@ class Checkpointer:
             buckets=runs,
             parameters=everywhere,
             buffers=list(buffers),
-            tied=self._tied(everywhere),
+            tied=tied(self._module),
             optimizer=self._describe_optimizer(),
             seed=torch.initial_seed(),
             versions={
@@ -269,17 +296,4 @@ class Checkpointer:
         return {
             "type": type(self._optimizer.inner).__name__,
             "groups": encode(groups, "the optimizer's parameter groups"),
-        }
-
-    def _tied(self, names: Mapping[str, Place]) -> dict[str, str]:
-        """Return the other names of parameters that have several."""
-        first = {
-            id(parameter): slot.name
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True)
-        }
-        return {
-            name: first[id(parameter)]
-            for name, parameter in self._module.named_parameters(remove_duplicate=False)
-            if name not in names
         }

@@ -71,7 +71,8 @@ class Counters:
     """The loss scaler's attributes, such as cur_scale, cur_iter, last_overflow_iter."""
     lr_scheduler: dict[str, Any] | None
     param_groups: list[dict[str, Any]]
-    """The optimizer's hyperparameters, with the parameters' names as "params"."""
+    """The optimizer's hyperparameters, with the parameters' names as "params"; these alone in an
+    elastic checkpoint."""
     ds_config: dict[str, Any]
     client_state: dict[str, Any] = field(default_factory=dict)
 
@@ -400,6 +401,7 @@ def _flat_states(
                 {**group, "params": [name for _ in group["params"] for name in next(names)]}
                 for group in base["param_groups"]
             ]
+    hyper = hyper or [{"params": [*group]} for group in groups]
     for kind, value in by_rank[0][0].items() if by_rank[0] else ():
         if isinstance(value, Tensor) and value.dim() > 0:
             kinds[kind] = [[each[kind] for each in rank] for rank in by_rank]

@@ -1,8 +1,10 @@
-"""Load a checkpoint into an engine's parts: names decide, the number of ranks doesn't."""
+"""Load a source into an engine's parts: names decide, the number of ranks doesn't."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,9 +13,127 @@ from hpczero.checkpoints import randomness
 from hpczero.checkpoints.manifest import WEIGHTS
 from hpczero.checkpoints.plain import decode
 from hpczero.checkpoints.reader import Checkpoint
+from hpczero.checkpoints.source import Source, pieces
 from hpczero.errors import CheckpointError
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.optimizer import ShardedOptimizer
+
+
+class Weights:
+    """Match the weights of any source with a model, then read what belongs to this rank.
+
+    Nothing here communicates. A tied parameter goes by any of its names, here and in the source;
+    a source that keeps several must keep equal values: those are compared, piece by piece.
+
+    Args:
+        source: whose weights are read.
+        module: the model; its persistent buffers are loaded too.
+        buckets: all of the model.
+
+    Raises:
+        CheckpointError, ValueError, OSError: the source is damaged.
+    """
+
+    problems: list[str]
+    """What is missing, unexpected or doesn't fit, a line each; `read` leaves it as it is."""
+
+    def __init__(self, source: Source, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self._source = source
+        self._buckets = buckets
+        self._buffers = persistent_buffers(module)
+        self._saved = dict.fromkeys(source.names(WEIGHTS))
+        self._fitting: set[str] = set()
+        aliases = tied(module)
+        others: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            others.setdefault(name, []).append(alias)
+        self.names = {
+            slot.name: self._find(slot.name, others.get(slot.name, []))
+            for bucket in buckets
+            for slot in bucket.layout.slots
+        }
+        """The source's name of each parameter, or the own one where it has none."""
+        self.problems = [
+            *(
+                problem
+                for bucket in buckets
+                for slot in bucket.layout.slots
+                for problem in self._compare(
+                    "parameter", slot.name, self.names[slot.name], slot.shape, bucket.dtype
+                )
+            ),
+            *(
+                problem
+                for name, buffer in self._buffers.items()
+                for problem in self._compare("buffer", name, name, buffer.shape, buffer.dtype)
+            ),
+            *self._compare_others(aliases),
+        ]
+
+    def require_all(self, origin: Path, problems: Sequence[str]) -> None:
+        """Refuse a source with problems.
+
+        Raises:
+            CheckpointError: lists them all.
+        """
+        if not problems:
+            return
+        count = f"{len(problems)} entr{'ies' if len(problems) > 1 else 'y'}"
+        raise CheckpointError(
+            f"{origin}: {count} don't match the model:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\nstrict=False leaves these as they are and loads the others"
+        )
+
+    def fits(self, name: str) -> bool:
+        """Tell whether a parameter or buffer is in the source as the model has it."""
+        return name in self._fitting
+
+    def read(self) -> None:
+        """Bring this rank's part of the parameters, and all buffers."""
+        for bucket in self._buckets:
+            bucket.fill(self._read)
+        for name, buffer in self._buffers.items():
+            if self.fits(name):
+                values = self._source.read(WEIGHTS, name, 0, buffer.numel())
+                with torch.no_grad():
+                    buffer.copy_(values.view(buffer.shape))
+
+    def _read(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        if not self.fits(name):
+            return None
+        return self._source.read(WEIGHTS, self.names[name], start, stop)
+
+    def _find(self, name: str, aliases: Sequence[str]) -> str:
+        saved_as = self._source.tied()
+        known = (each for each in (name, *aliases) if each in self._saved)
+        return next(known, saved_as.get(name, name))
+
+    def _compare(
+        self, what: str, name: str, saved: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[str]:
+        if saved not in self._saved:
+            yield f"missing: {what} {name!r} {tuple(shape)}"
+            return
+        found, stored = self._source.shape(WEIGHTS, saved), self._source.dtype(WEIGHTS, saved)
+        if found != tuple(shape):
+            yield f"other shape: {what} {name!r} is {tuple(shape)} here, {found} there"
+        elif stored.is_floating_point != dtype.is_floating_point:
+            yield f"other type: {what} {name!r} is of {dtype} here, of {stored} there"
+        else:
+            self._fitting.add(name)
+
+    def _compare_others(self, aliases: Mapping[str, str]) -> Iterator[str]:
+        """Yield what the source has beyond the model, equal values under other names aside."""
+        used = {*self.names.values(), *self._buffers}
+        for saved in self._saved:
+            if saved in used:
+                continue
+            name = aliases.get(saved)
+            if name is None:
+                yield f"unexpected: {saved!r} {self._source.shape(WEIGHTS, saved)}"
+            elif self.fits(name) and not _equal(self._source, saved, self.names[name]):
+                yield f"unexpected: {saved!r} is tied to {name!r} here, but other numbers there"
 
 
 class Loading:
@@ -35,86 +155,27 @@ class Loading:
         strict: bool,
     ) -> None:
         self.checkpoint = checkpoint
-        self._buckets = buckets
         self._optimizer = optimizer
-        self._names = self._match_names()
-        self._buffers = persistent_buffers(module)
-        problems = [*self._compare_weights(), *self._compare_buffers(), *self._compare_optimizer()]
-        if problems and strict:
-            count = f"{len(problems)} entr{'ies' if len(problems) > 1 else 'y'}"
-            raise CheckpointError(
-                f"{checkpoint.folder}: {count} don't match the model:\n"
-                + "\n".join(f"  - {problem}" for problem in problems)
-                + "\nstrict=False leaves these as they are and loads the others"
-            )
-        self.skipped = problems
+        self._weights = Weights(checkpoint, module, buckets)
+        self.skipped = [*self._weights.problems, *self._compare_optimizer()]
+        if strict:
+            self._weights.require_all(checkpoint.folder, self.skipped)
 
     def read(self, rank: int) -> None:
         """Bring this rank's part of weights, buffers and optimizer states, and its random state."""
-        for bucket in self._buckets:
-            bucket.fill(self._weights)
-        for name, buffer in self._buffers.items():
-            if name in self._loaded_buffers:
-                values = self.checkpoint.read(WEIGHTS, name).view(buffer.shape)
-                with torch.no_grad():
-                    buffer.copy_(values)
+        self._weights.read()
         if self._optimizer is not None and self._optimizer_fits:
             self._restore(self._optimizer)
         manifest = self.checkpoint.manifest
+        states = {}
         if rank < manifest.world:
             file = self.checkpoint.file(rank)
-            states = [name for name in file.entries if name.startswith(randomness.PREFIX)]
-            randomness.restore({name: file.read(name) for name in states})
+            names = [name for name in file.entries if name.startswith(randomness.PREFIX)]
+            states = {name: file.read(name) for name in names}
+        if states:
+            randomness.restore(states)
         else:
             randomness.start(manifest.seed, rank, manifest.counters["global_steps"])
-
-    # Matching #
-
-    def _match_names(self) -> dict[str, str]:
-        """Return the checkpoint's name of each parameter here; tied ones may go by another."""
-        saved, tied = self.checkpoint.manifest.parameters, self.checkpoint.manifest.tied
-        here = [slot.name for bucket in self._buckets for slot in bucket.layout.slots]
-        return {name: name if name in saved else tied.get(name, name) for name in here}
-
-    def _compare_weights(self) -> list[str]:
-        saved = dict(self.checkpoint.manifest.parameters)
-        self._fitting: set[str] = set()
-        problems = []
-        for bucket in self._buckets:
-            for slot in bucket.layout.slots:
-                place = saved.pop(self._names[slot.name], None)
-                if place is None:
-                    problems.append(f"missing: parameter {slot.name!r} {tuple(slot.shape)}")
-                elif place.shape != tuple(slot.shape):
-                    problems.append(
-                        f"other shape: parameter {slot.name!r} is {tuple(slot.shape)} here, "
-                        f"{place.shape} in the checkpoint"
-                    )
-                else:
-                    self._fitting.add(slot.name)
-        return problems + [
-            f"unexpected: parameter {name!r} {place.shape}" for name, place in saved.items()
-        ]
-
-    def _compare_buffers(self) -> list[str]:
-        saved = set(self.checkpoint.manifest.buffers)
-        self._loaded_buffers: set[str] = set()
-        problems = []
-        for name, buffer in self._buffers.items():
-            if name not in saved:
-                problems.append(f"missing: buffer {name!r} {tuple(buffer.shape)}")
-                continue
-            shape = self.checkpoint.shape(WEIGHTS, name)
-            if shape != tuple(buffer.shape):
-                problems.append(
-                    f"other shape: buffer {name!r} is {tuple(buffer.shape)} here, {shape} in the "
-                    "checkpoint"
-                )
-            else:
-                self._loaded_buffers.add(name)
-        return problems + [
-            f"unexpected: buffer {name!r}" for name in sorted(saved - {*self._buffers})
-        ]
 
     def _compare_optimizer(self) -> list[str]:
         self._optimizer_fits = False
@@ -134,13 +195,6 @@ class Loading:
         self._optimizer_fits = True
         return []
 
-    # Reading #
-
-    def _weights(self, name: str, start: int, stop: int) -> torch.Tensor | None:
-        if name not in self._fitting:
-            return None
-        return self.checkpoint.read(WEIGHTS, self._names[name], start, stop)
-
     def _restore(self, optimizer: ShardedOptimizer) -> None:
         manifest = self.checkpoint.manifest
         states = {
@@ -148,8 +202,8 @@ class Loading:
                 tuple(k for k in manifest.parameters[saved].kinds if k != WEIGHTS),
                 decode(manifest.parameters[saved].scalars),
             )
-            for name, saved in self._names.items()
-            if name in self._fitting and manifest.parameters[saved].trainable
+            for name, saved in self._weights.names.items()
+            if self._weights.fits(name) and self._trained(saved)
         }
         optimizer.restore(states, self._state)
         for group, settings in zip(
@@ -158,7 +212,11 @@ class Loading:
             group.update(settings)
 
     def _state(self, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.checkpoint.read(kind, self._names[name], start, stop)
+        return self.checkpoint.read(kind, self._weights.names[name], start, stop)
+
+    def _trained(self, saved: str) -> bool:
+        place = self.checkpoint.manifest.parameters.get(saved)
+        return place is not None and place.trainable
 
 
 def persistent_buffers(module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -169,3 +227,21 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, torch.Tensor]:
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def tied(module: nn.Module) -> dict[str, str]:
+    """Return the other names of parameters that have several, and the first name of each."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name != first[id(parameter)]
+    }
+
+
+def _equal(source: Source, a: str, b: str) -> bool:
+    if source.shape(WEIGHTS, a) != source.shape(WEIGHTS, b):
+        return False
+    dtypes = {source.dtype(WEIGHTS, name) for name in (a, b)}
+    pairs = zip_longest(pieces(source, WEIGHTS, a, None), pieces(source, WEIGHTS, b, None))
+    return len(dtypes) == 1 and all(torch.equal(x, y) for x, y in pairs)

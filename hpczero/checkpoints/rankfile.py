@@ -13,7 +13,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -59,25 +59,34 @@ class Seal(NamedTuple):
     rest_checksum: str
 
 
-def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor]]) -> Seal:
+class Stream(NamedTuple):
+    """Stand for a tensor that is in no memory: it is written a block at a time."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], torch.Tensor]
+    """Returns elements [start, stop), flat and contiguous."""
+
+
+def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor | Stream]]) -> Seal:
     """Write named tensors into a new file, flush it to the disk, and return its seal.
 
-    Costs no memory beyond the tensors': their bytes go from where they lie.
+    Costs no memory beyond the tensors': their bytes go from where they lie. Streams cost a block.
 
     Raises:
         OSError: the disk is full, the folder read-only, the file there already.
         TypeError: HDF5 has no type for a tensor's dtype.
     """
-    arrays = [(name, tensor.detach().contiguous()) for name, tensor in arrays]
-    table_bytes = len(_table({name: _entry(tensor, 1 << 60) for name, tensor in arrays}))
+    streams = [(name, _stream(array)) for name, array in arrays]
+    table_bytes = len(_table({name: _entry(stream, 1 << 60) for name, stream in streams}))
     with naming(path):
-        offsets = _create(path, arrays, table_bytes)
+        offsets = _create(path, streams, table_bytes)
         with path.open("r+b", buffering=0) as file:
             number = file.fileno()
             entries: dict[str, Entry] = {}
-            for name, tensor in arrays:
-                blocks = tuple(_write(number, offsets[name], bytes_of(tensor)))
-                entries[name] = _entry(tensor, offsets[name])._replace(checksums=blocks)
+            for name, stream in streams:
+                blocks = tuple(_write(number, offsets[name], stream))
+                entries[name] = _entry(stream, offsets[name])._replace(checksums=blocks)
             table = _table(entries).ljust(table_bytes)
             write_at(number, offsets[TABLE], memoryview(table))
             os.fsync(number)
@@ -192,35 +201,42 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _entry(tensor: torch.Tensor, offset: int) -> Entry:
-    nbytes = tensor.numel() * tensor.element_size()
+def _stream(array: torch.Tensor | Stream) -> Stream:
+    if isinstance(array, Stream):
+        return array
+    flat = array.detach().contiguous().view(-1)
+    return Stream(array.dtype, tuple(array.shape), lambda start, stop: flat[start:stop])
+
+
+def _entry(stream: Stream, offset: int) -> Entry:
+    nbytes = math.prod(stream.shape) * stream.dtype.itemsize
     sums = ("0" * 16,) * -(-nbytes // BLOCK)
-    return Entry(name_of(tensor.dtype), tuple(tensor.shape), offset, sums)
+    return Entry(name_of(stream.dtype), stream.shape, offset, sums)
 
 
 def _table(entries: Mapping[str, Entry]) -> bytes:
     return json.dumps(entries).encode()
 
 
-def _create(
-    path: Path, arrays: Sequence[tuple[str, torch.Tensor]], table_bytes: int
-) -> dict[str, int]:
+def _create(path: Path, streams: Sequence[tuple[str, Stream]], table_bytes: int) -> dict[str, int]:
     """Make the file with room for all, and return where each dataset lies."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V110)
     access.set_alignment(ALIGNMENT, ALIGNMENT)
     number = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)
     with h5py.File(number) as file:
-        layouts = [(n, name_of(t.dtype), tuple(t.shape)) for n, t in arrays]
+        layouts = [(n, name_of(s.dtype), s.shape) for n, s in streams]
         # Last, so that what lies behind the data is never mistaken for it.
         layouts.append((TABLE, "uint8", (table_bytes,)))
         return {name: reserve(file, name, dtype, shape) for name, dtype, shape in layouts}
 
 
-def _write(number: int, offset: int, data: memoryview) -> Iterator[str]:
-    for start in range(0, len(data), BLOCK):
-        block = data[start : start + BLOCK]
-        write_at(number, offset + start, block)
+def _write(number: int, offset: int, stream: Stream) -> Iterator[str]:
+    numel, size = math.prod(stream.shape), stream.dtype.itemsize
+    for start in range(0, numel, BLOCK // size):
+        values = stream.read(start, min(start + BLOCK // size, numel))
+        block = bytes_of(values)
+        write_at(number, offset + start * size, block)
         yield checksum(block)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,8 @@ def save(root: Path, snapshot: Snapshot, courier: Courier, keep_last: int | None
         mine = Told(seal, snapshot.places, snapshot.manifest.buckets)
         told = courier.gather_objects(what, mine).result()
         if place is not None and told is not None:
-            finish = partial(_finish, place, snapshot.manifest, told, keep_last)
-            agree(courier, what, finish)
+            finishing = partial(finish, place, snapshot.manifest, told, keep_last)
+            agree(courier, what, finishing)
         else:
             agree(courier, what, lambda: None)
     except BaseException:
@@ -81,12 +81,13 @@ def not_saved(tag: str) -> str:
     return f"checkpoint {tag!r} was not saved; what was saved before is intact"
 
 
-def _finish(
+def finish(
     place: Folder,
     manifest: Manifest,
-    told: list[Told],
+    told: Sequence[Told],
     keep_last: int | None,
 ) -> None:
+    """Add index and manifest to what all ranks have written, and give the checkpoint its name."""
     parameters, buckets = dict(manifest.parameters), dict(manifest.buckets)
     for other in told:
         parameters |= other.places

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
-import types
-from collections import OrderedDict
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from launch import end_tree
+from forged import (
+    STATES,
+    DynamicLossScaler,
+    ZeroStageEnum,
+    build,
+    deepspeed_names,  # noqa: F401 - a fixture
+    example,
+)
+from launch import deepspeed, needs_deepspeed
 from sources import same
 from torch import Tensor
 
 from hpczero.checkpoints.consolidate import consolidate
 from hpczero.checkpoints.deepspeed import DeepSpeedFolder
 from hpczero.checkpoints.source import numel
-
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 def whole(folder: DeepSpeedFolder, kind: str, name: str) -> Tensor:
@@ -59,36 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a folder in which DeepSpeed has written all cases."""
-    python = os.environ.get("HPCZERO_TEST_DEEPSPEED")
-    if python is None and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("no deepspeed here: HPCZERO_TEST_DEEPSPEED=PYTHON names one that has it")
     folder = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     script = Path(__file__).with_name("write_deepspeed.py")
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    processes = []
-    for rank in range(request.param):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request.param}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        where["DS_ACCELERATOR"] = "cpu"
-        env = inherited | {name: str(value) for name, value in {**place, **where}.items()}
-        with (folder / f"log{rank}").open("wb") as log:
-            command = [python or sys.executable, script, folder, json.dumps(CASES)]
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    try:
-        for rank, process in enumerate(processes):
-            code = process.wait(timeout=300)
-            assert code == 0, (folder / f"log{rank}").read_text()[-4000:]
-    finally:
-        for process in processes:
-            end_tree(process.pid)
-            process.wait()
+    deepspeed(request.param, script, str(folder), json.dumps(CASES), log=folder / "log")
     return folder
 
 
 @pytest.mark.slow
+@needs_deepspeed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_reads_what_deepspeed_writes(written: Path, case: str) -> None:
@@ -131,21 +108,6 @@ def test_reads_what_deepspeed_writes(written: Path, case: str) -> None:
 # ---- as they are built here: fp16, which DeepSpeed refuses on CPUs, and damaged ones
 
 
-class ZeroStageEnum(int, Enum):
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-
-
-class DynamicLossScaler:
-    def __init__(self) -> None:
-        self.cur_scale = 65536.0
-        self.cur_iter = 40
-        self.last_overflow_iter = 12
-        self.dynamic = True
-        self.dtype = torch.float16
-
-
 class Evil:
     """Write a file when it's unpickled."""
 
@@ -154,117 +116,6 @@ class Evil:
 
     def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
         return self.call
-
-
-@pytest.fixture
-def deepspeed_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let classes of this file be pickled under DeepSpeed's names."""
-    for cls, name in (
-        (ZeroStageEnum, "deepspeed.runtime.zero.config"),
-        (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler"),
-    ):
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):
-            part = ".".join(parts[:i])
-            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-        monkeypatch.setattr(sys.modules[name], cls.__name__, cls, raising=False)
-        monkeypatch.setattr(cls, "__module__", name)
-
-
-def example() -> dict[str, dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"a": (3, 5), "b": (7,), "c": (2, 2, 2), "d": (1,)}
-    return {
-        kind: {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        for kind in ("weights", *STATES)
-    }
-
-
-def build(folder: Path, stage: int, ranks: int = 2) -> dict[str, dict[str, Tensor]]:
-    """Write a checkpoint of fp16 training and return what is in it."""
-    kinds = example()
-    frozen = {"e": torch.randn(3, 3).half(), "f": torch.randn(1).half()}
-    groups = [["a", "b"], ["c", "d"]]
-    flats: dict[str, list[list[Tensor]]] = {}
-    for kind, tensors in kinds.items():
-        flats[kind] = [[] for _ in range(ranks)]
-        for group in groups:
-            if stage == 3:
-                for rank in range(ranks):
-                    parts = [cut(tensors[name], rank, ranks) for name in group]
-                    flats[kind][rank].append(torch.cat(parts))
-            else:
-                run = torch.cat([tensors[name].flatten() for name in group])
-                run = torch.nn.functional.pad(run, (0, -run.numel() % (2 * ranks)))
-                for rank, piece in enumerate(run.chunk(ranks)):
-                    flats[kind][rank].append(piece.clone())
-    shapes = [OrderedDict((n, kinds["weights"][n].shape) for n in group) for group in groups]
-    files = folder / "global_step40"
-    files.mkdir(parents=True)
-    (folder / "latest").write_text("global_step40")
-    for rank in range(ranks):
-        inner = {
-            "state": {
-                i: {"step": torch.tensor(38.0), **{k: flats[k][rank][i] for k in STATES}}
-                for i in range(2)
-            },
-            "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": np.float64(0.2), "params": [1]}],
-        }
-        state: dict[str, Any] = {
-            "loss_scaler": DynamicLossScaler(),
-            "zero_stage": ZeroStageEnum(stage),
-            "overflow": False,
-        }
-        if stage == 3:
-            state |= {"partition_count": ranks, "optimizer_state_dict": inner}
-            state["fp32_flat_groups"] = flats["weights"][rank]
-        else:
-            # Without the padding at the end.
-            sizes = [sum(kinds["weights"][name].numel() for name in group) for group in groups]
-            lean = [
-                flat[: max(size - rank * flat.numel(), 0)]
-                for flat, size in zip(flats["weights"][rank], sizes, strict=True)
-            ]
-            state |= {"partition_count": [ranks, ranks], "base_optimizer_state": inner}
-            state["single_partition_of_fp32_groups"] = lean
-        content = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}
-        torch.save(content, files / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        module = {n: t.half() for n, t in kinds["weights"].items()} | frozen
-        if stage == 3:
-            module = {name: torch.empty(0).half() for name in module}
-        model = {
-            "module": OrderedDict({**module, "tie": module["a"], "buffer": torch.arange(4)}),
-            "buffer_names": ["buffer"],
-            "param_shapes": shapes,
-            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in frozen.items()),
-            "frozen_param_fragments": OrderedDict(
-                (n, cut(t, rank, ranks) if stage == 3 else t) for n, t in frozen.items()
-            ),
-            "shared_params": {"tie": "a"},
-            "lr_scheduler": {"last_batch_iteration": 39},
-            "skipped_steps": 2,
-            "global_steps": 40,
-            "global_samples": 320,
-            "dp_world_size": ranks,
-            "mp_world_size": 1,
-            "ds_config": {"fp16": {"enabled": True}},
-            "ds_version": "0.19.8",
-            "mine": "client",
-        }
-        if stage == 3:
-            torch.save(model, files / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        elif rank == 0:
-            torch.save(model, files / "mp_rank_00_model_states.pt")
-    kinds["weights"] |= {**frozen, "buffer": torch.arange(4)}
-    return kinds
-
-
-def cut(tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a parameter at stage 3, padded."""
-    part = -(-tensor.numel() // ranks)
-    return torch.nn.functional.pad(tensor.flatten(), (0, part * ranks - tensor.numel()))[
-        rank * part : (rank + 1) * part
-    ].clone()
 
 
 def change(folder: Path, pattern: str, edit: Callable[[dict[str, Any]], object]) -> Path:

@@ -1,10 +1,10 @@
 """Write ZeRO checkpoints with DeepSpeed, and what is in them by DeepSpeed's own account.
 
-    RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 \
+    RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 PYTHONPATH=tests \
         python write_deepspeed.py FOLDER '{"name": {"zero_optimization": {"stage": 1}}, ...}'
 
 Runs where DeepSpeed is, without this package. Each named case becomes FOLDER/name, with the full
-tensors in expected.pt.
+tensors in expected.pt and the losses of as many steps more in losses.json, per rank.
 """
 
 from __future__ import annotations
@@ -16,69 +16,28 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
+from continued import CONFIG, STEPS, Odd, adamw, odd, train
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 
-WIDTH, WORDS, STEPS = 7, 11, 3
-
-
-class Model(nn.Module):
-    """Odd sizes, tied weights, a frozen layer, buffers, an empty parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(WORDS, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.down = nn.Linear(WIDTH, 5)
-        self.up = nn.Linear(5, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.emb.weight
-        self.one = nn.Parameter(torch.ones(1))
-        self.register_buffer("count", torch.tensor(5))
-        self.register_buffer("scale", torch.arange(3.0))
-        self.register_buffer("temporary", torch.ones(2), persistent=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.norm(self.frozen(self.emb(words)))
-        return self.head(self.up(self.down(hidden).relu()) * self.one).float()
+# Without them DeepSpeed refuses torch's own AdamW.
+SWITCHES = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def train(config: dict) -> tuple[deepspeed.DeepSpeedEngine, Model]:
-    torch.manual_seed(0)
-    model = Model()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
-    ]
+def start(config: dict) -> tuple[deepspeed.DeepSpeedEngine, Odd]:
+    model = odd()
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(groups, lr=0.01),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-            **config,
-        },
+        model=model, optimizer=adamw(model), config={**CONFIG, **SWITCHES, **config}
     )
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step * 10 + engine.global_rank)
-        words = torch.randint(0, WORDS, (4,), generator=generator)
-        engine.backward(nn.functional.cross_entropy(engine(words), words))
-        engine.step()
     return engine, model
 
 
 def main(folder: Path, cases: dict[str, dict]) -> None:
-    # Else it compiles an all-reduce in shared memory when it starts, under a lock that a killed
-    # process leaves behind for ever.
-    deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed("gloo")
     for name, config in cases.items():
-        engine, model = train(config)
+        engine, model = start(config)
+        train(engine, range(STEPS))
         rng = np.random.RandomState(3)
         client = {"epoch": 7, "best": np.float64(0.25), "rng": rng.get_state(), "seen": {1, 2}}
         engine.save_checkpoint(folder / name, client_state=client)
@@ -101,6 +60,8 @@ def main(folder: Path, cases: dict[str, dict]) -> None:
                 }
             lrs = [group["lr"] for group in engine.optimizer.param_groups]
             torch.save({**expected, "lrs": lrs}, folder / name / "expected.pt")
+        losses = train(engine, range(STEPS, 2 * STEPS))
+        (folder / name / f"losses{engine.global_rank}.json").write_text(json.dumps(losses))
         engine.destroy()
         deepspeed.comm.barrier()
 
