@@ -79,7 +79,8 @@ class Checkpoint:
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements [start, stop) of a tensor, flat.
 
-        Costs what it returns, twice if ranks share it, and a block for each file; reads what it needs, in blocks.
+        Costs what it returns, twice where ranks share it, and a block for each file; reads what it
+        needs, in blocks.
 
         Raises:
             CheckpointError: a file is missing or its bytes aren't those that were saved.
