@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import h5py
+import numpy as np
 import torch
 import xxhash
 
@@ -110,6 +111,7 @@ class RankFile:
             raise CheckpointError(
                 f"{self.path}: {error.strerror}; the checkpoint needs it"
             ) from None
+        os.posix_fadvise(self._number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read ahead while we check
         try:
             self.entries = self._open(seal)
         except BaseException:
@@ -124,11 +126,12 @@ class RankFile:
             raise CheckpointError(
                 f"{self.path}: expected {seal.size} bytes, found {size}: the file was {what}"
             )
-        table = _read(self._number, seal.table_offset, seal.table_bytes, self.path)
+        table = bytearray(seal.table_bytes)
+        _read_into(self._number, seal.table_offset, memoryview(table), self.path)
         self._check(checksum(table), seal.table_checksum, "table of checksums")
         entries = {
             name: Entry(dtype, tuple(shape), offset, tuple(sums))
-            for name, (dtype, shape, offset, sums) in json.loads(bytes(table)).items()
+            for name, (dtype, shape, offset, sums) in json.loads(table).items()
         }
         place = (seal.table_offset, seal.table_bytes)
         rest = _rest(self._number, size, entries, *place)
@@ -161,10 +164,13 @@ class RankFile:
         target = bytes_of(result)
         lo, hi = start * dtype.itemsize, stop * dtype.itemsize
         for index in range(lo // BLOCK, -(-hi // BLOCK)):
-            first = max(lo, index * BLOCK)
-            last = min(hi, (index + 1) * BLOCK)
-            block = self._block(name, index)
-            target[first - lo : last - lo] = block[first - index * BLOCK : last - index * BLOCK]
+            start, end = index * BLOCK, min((index + 1) * BLOCK, entry.nbytes)
+            first, last = max(lo, start), min(hi, end)
+            piece = target[first - lo : last - lo]
+            if (first, last) == (start, end):
+                self._fill(piece, name, index)
+            else:
+                piece[:] = self._block(name, index)[first - start : last - start]
         return result
 
     def verify(self) -> Iterator[tuple[str, int]]:
@@ -175,12 +181,16 @@ class RankFile:
             yield name, entry.nbytes
 
     def _read_block(self, name: str, index: int) -> memoryview:
-        entry = self.entries[name]
-        start = index * BLOCK
-        count = min(BLOCK, entry.nbytes - start)
-        block = _read(self._number, entry.offset + start, count, self.path)
-        self._check(checksum(block), entry.checksums[index], f"dataset {name!r}, block {index}")
+        count = min(BLOCK, self.entries[name].nbytes - index * BLOCK)
+        block = np.empty(count, dtype=np.uint8).data
+        self._fill(block, name, index)
         return block
+
+    def _fill(self, target: memoryview, name: str, index: int) -> None:
+        entry = self.entries[name]
+        offset = entry.offset + index * BLOCK
+        _read_into(self._number, offset, target, self.path)
+        self._check(checksum(target), entry.checksums[index], f"dataset {name!r}, block {index}")
 
     def _check(self, found: str, expected: str, what: str) -> None:
         if found != expected:
@@ -190,7 +200,7 @@ class RankFile:
             )
 
 
-def checksum(data: memoryview | bytes) -> str:
+def checksum(data: memoryview | bytes | bytearray) -> str:
     """Return the xxh3_64 of bytes, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -240,15 +250,12 @@ def _write(number: int, offset: int, stream: Stream) -> Iterator[str]:
         yield checksum(block)
 
 
-def _read(number: int, offset: int, count: int, path: Path) -> memoryview:
-    result = memoryview(bytearray(count))
-    done = 0
-    while done < count:
-        read = os.preadv(number, [result[done:]], offset + done)
-        if read == 0:
-            raise CheckpointError(f"{path}: the file ends at byte {offset + done}: truncated")
-        done += read
-    return result
+def _read_into(number: int, offset: int, target: memoryview, path: Path) -> None:
+    while target:
+        count = os.preadv(number, [target], offset)
+        if count == 0:
+            raise CheckpointError(f"{path}: the file ends at byte {offset}: truncated")
+        offset, target = offset + count, target[count:]
 
 
 def _rest(

@@ -88,7 +88,8 @@ class Checkpoint:
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements [start, stop) of a tensor, flat.
 
-        Costs what it returns twice and a block for each file; reads what it needs, in blocks.
+        Costs what it returns, twice where ranks share it, and a block for each file; reads what it
+        needs, in blocks.
 
         Raises:
             CheckpointError: a file is missing or its bytes aren't those that were saved.
@@ -103,6 +104,8 @@ class Checkpoint:
         for rank in range(first // shard, -(-last // shard)) if first < last else ():
             lo, hi = max(first, rank * shard), min(last, (rank + 1) * shard)
             parts.append(self.file(rank).read(dataset, lo - rank * shard, hi - rank * shard))
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype(kind, name))
 
     def verify(self) -> Iterator[tuple[str, int]]:
