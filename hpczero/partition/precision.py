@@ -73,8 +73,8 @@ class LossScaler:
 
     Static where `loss_scale` is not 0. Else it starts at 2^initial_scale_power, halves when a
     gradient isn't finite (the first `hysteresis` - 1 times only the hysteresis shrinks), and
-    doubles after `window` steps without. `consecutive_hysteresis` restores the hysteresis after
-    every good step instead of at every doubling.
+    doubles at the step after `window` without. `consecutive_hysteresis` restores the hysteresis
+    after every good step instead of at every doubling.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class LossScaler:
                 survives = self.scale > self._minimum
                 self.scale = max(self.scale / 2, self._minimum)
         elif self.dynamic:
-            doubles = (self._steps - self._last_overflow) % self._window == 0
+            stable = self._steps - self._last_overflow - 1  # good steps before this one
+            doubles = stable > 0 and stable % self._window == 0
             if self._consecutive or doubles:
                 self._left = self._hysteresis
             if doubles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -34,7 +35,36 @@ def test_the_first_overflow_only_uses_up_the_hysteresis() -> None:
 
 def test_the_scale_doubles_after_a_window_without_overflow() -> None:
     scaler = LossScaler(initial_scale_power=4, loss_scale_window=2, hysteresis=1)
-    assert trail(scaler, "....x....") == [16, 16, 32, 32, 64, 32, 32, 64, 64, 128]
+    assert trail(scaler, "....x....") == [16, 16, 16, 32, 32, 16, 16, 16, 32, 32]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_the_trail_is_deepspeeds(
+    hysteresis: int, consecutive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    monkeypatch.setattr(theirs.dist, "get_rank", lambda: 0)
+    generator = random.Random(0)
+    for window in (1, 2, 5):
+        overflows = "".join(generator.choice("x...") for _ in range(60))
+        oracle = theirs.DynamicLossScaler(
+            init_scale=2**16,
+            scale_window=window,
+            delayed_shift=hysteresis,
+            consecutive_hysteresis=consecutive,
+            raise_error_at_min_scale=False,
+            dtype=torch.half,
+        )
+        expected = []
+        for letter in overflows:
+            expected.append(oracle.cur_scale)
+            oracle.update_scale(letter == "x")
+        ours = LossScaler(
+            loss_scale_window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive
+        )
+        assert trail(ours, overflows) == [*expected, oracle.cur_scale]
 
 
 def test_consecutive_hysteresis_comes_back_after_a_good_step() -> None:
