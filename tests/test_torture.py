@@ -92,7 +92,8 @@ with open(f"{notes}/pid{rank}.new", "w") as file:
     file.write(str(os.getpid()))
 os.rename(f"{notes}/pid{rank}.new", f"{notes}/pid{rank}")
 before = 0
-while True:
+begun = time.monotonic()
+while time.monotonic() < begun + 600:  # should nobody be left to kill it
     loss = step(engine)
     if rank == 0:
         losses.write(f"{engine.global_steps} {loss}\\n")
