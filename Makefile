@@ -16,6 +16,7 @@ MPI ?= $(or $(shell cat $(VENV)/mpi 2>/dev/null),auto)
 READY := $(VENV)/ready-$(MPI)
 MPIEXEC = $(firstword $(wildcard $(BIN)/mpiexec) mpiexec)
 RANKS ?= 4
+KILLS ?= 200
 
 # Open MPI: root may run it (containers), ranks may outnumber cores and then yield them to each other, and no rank
 # is bound to a core, since each runs threads. The first mapping variable is Open MPI 5's, the second 4's.
@@ -28,7 +29,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_hwloc_base_binding_policy := none
 export OMPI_MCA_mpi_yield_when_idle := 1
 
-.PHONY: help setup train test run check sizes clean
+.PHONY: help setup train test torture run check sizes clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -56,6 +57,10 @@ test: export OMP_NUM_THREADS := 1
 test: setup ## run the tests on 1, 2, 3 and 4 ranks
 	$(BIN)/python -m pytest -m "not slow"
 	for n in 2 3 4; do $(MPIEXEC) -n $$n $(BIN)/python -m pytest -m "mpi and not slow" || exit 1; done
+
+torture: export OMP_NUM_THREADS := 1
+torture: setup ## kill KILLS=200 runs at random moments, and see each go on
+	$(BIN)/python tests/test_torture.py $(KILLS)
 
 run: setup ## run COMMAND on RANKS ranks with this MPI
 	$(if $(filter 1,$(RANKS)),,$(MPIEXEC) -n $(RANKS)) $(COMMAND)

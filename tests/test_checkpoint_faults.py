@@ -164,10 +164,10 @@ def test_a_file_that_cannot_grow(nbytes: int, asynchronous: bool, folder: Path) 
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a disk of 400 KB for all ranks; needs the right to."""
+    """Mount a disk for a few checkpoints that all ranks see; needs the right to."""
     mounted = None
     if RANK == 0:
-        command = ["mount", "-t", "tmpfs", "-o", "size=400k", "hpczero-test", str(folder)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={400 * SIZE}k", "hpczero-test", str(folder)]
         with contextlib.suppress(FileNotFoundError):
             mounted = subprocess.run(command, capture_output=True).returncode == 0
     if not WORLD.bcast(mounted):
@@ -183,7 +183,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     losses += train(engine, 1)
     ballast = small_disk / "ballast"
     free = 0
-    # From no room at all up to the last page that is missing: each file is met by the full disk.
+    # From no room at all to almost enough, so that each of the files meets the full disk.
     for _ in range(200):
         WORLD.Barrier()
 
@@ -201,10 +201,10 @@ def test_a_full_disk(small_disk: Path) -> None:
         except pytest.fail.Exception:
             break  # it had room enough
         assert contents(small_disk) == before
-        free += 4096
+        free += 8192 * SIZE
     else:
         raise AssertionError("it never had room enough")
-    assert free > 8 * 4096
+    assert free > 4 * 8192 * SIZE
     WORLD.Barrier()
     assert folders.find(small_disk, None) == small_disk / "global_step2"
     assert verify(small_disk / "global_step1") and verify(small_disk / "global_step2")
