@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from hpczero.checkpoints.hdf5 import dtype_of, name_of, reserve, write_at
+from hpczero.comm.world import Comm
 from hpczero.errors import CheckpointError
 
 BLOCK = 1 << 24
@@ -68,31 +69,96 @@ def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor]]) -> Seal:
         OSError: the disk is full, the folder read-only, the file there already.
         TypeError: HDF5 has no type for a tensor's dtype.
     """
-    arrays = [(name, tensor.detach().contiguous()) for name, tensor in arrays]
-    table_bytes = len(_table({name: _entry(tensor, 1 << 60) for name, tensor in arrays}))
-    offsets = _create(path, arrays, table_bytes)
+    entries, table = create(path, describe(arrays))
+    return seal(path, fill(path, arrays, entries), table)
+
+
+def describe(arrays: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Entry]:
+    """Return the entries of tensors that have no place yet.
+
+    Raises:
+        TypeError: HDF5 has no type for a tensor's dtype.
+    """
+    return {
+        name: Entry(
+            name_of(tensor.dtype),
+            tuple(tensor.shape),
+            1 << 60,  # as long in the table as any place
+            ("0" * 16,) * -(-tensor.numel() * tensor.element_size() // BLOCK),
+        )
+        for name, tensor in arrays
+    }
+
+
+def create(
+    path: Path, entries: Mapping[str, Entry], comm: Comm | None = None
+) -> tuple[dict[str, Entry], Entry]:
+    """Make a new file with room for all; return the entries with their places, and the table's.
+
+    With `comm`, which takes an h5py with MPI, all its ranks call and give the same entries.
+
+    Raises:
+        OSError: the disk is full, the folder read-only, the file there already.
+    """
+    driver = {} if comm is None else {"driver": "mpio", "comm": comm}
+    room = {"alignment_threshold": ALIGNMENT, "alignment_interval": ALIGNMENT}
+    with h5py.File(path, "x", libver=("earliest", "v110"), **room, **driver) as file:
+        placed = {
+            name: each._replace(offset=reserve(file, name, each.dtype, each.shape))
+            for name, each in entries.items()
+        }
+        # Last, so that what lies behind the data is never mistaken for it.
+        shape = (len(_table(entries)),)
+        return placed, Entry("uint8", shape, reserve(file, TABLE, "uint8", shape), ())
+
+
+def fill(
+    path: Path, arrays: Sequence[tuple[str, torch.Tensor]], entries: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Write tensors in their places, flush them, and return their entries with checksums.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    filled = {}
+    with path.open("r+b", buffering=0) as file:
+        for name, tensor in arrays:
+            whole = tensor.detach().contiguous()
+            sums = tuple(_write(file.fileno(), entries[name].offset, bytes_of(whole)))
+            filled[name] = entries[name]._replace(checksums=sums)
+        os.fsync(file.fileno())
+    return filled
+
+
+def seal(path: Path, entries: Mapping[str, Entry], table: Entry) -> Seal:
+    """Write the table of all entries into their file, flush it, and return the file's seal.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    text = _table(entries).ljust(table.nbytes)
     with path.open("r+b", buffering=0) as file:
         number = file.fileno()
-        entries: dict[str, Entry] = {}
-        for name, tensor in arrays:
-            blocks = tuple(_write(number, offsets[name], bytes_of(tensor)))
-            entries[name] = _entry(tensor, offsets[name])._replace(checksums=blocks)
-        table = _table(entries).ljust(table_bytes)
-        write_at(number, offsets[TABLE], memoryview(table))
+        write_at(number, table.offset, memoryview(text))
         os.fsync(number)
         size = os.fstat(number).st_size
-        rest = _rest(number, size, entries, offsets[TABLE], table_bytes)
-    return Seal(path.name, size, offsets[TABLE], table_bytes, checksum(table), rest)
+        rest = _rest(number, size, entries, table.offset, table.nbytes)
+    return Seal(path.name, size, table.offset, table.nbytes, checksum(text), rest)
 
 
 class RankFile:
     """Read tensors of a file, every byte verified before it is given.
 
+    Args:
+        folder: where the file lies.
+        seal: what the manifest says of it.
+        group: sees only the datasets in it, by their names there ("": all).
+
     Raises:
         CheckpointError: the file is missing, of another size, or isn't the one that was saved.
     """
 
-    def __init__(self, folder: Path, seal: Seal) -> None:
+    def __init__(self, folder: Path, seal: Seal, group: str = "") -> None:
         self.path = folder / seal.name
         try:
             self._number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -110,13 +176,18 @@ class RankFile:
         table = bytearray(seal.table_bytes)
         _read_into(self._number, seal.table_offset, memoryview(table), self.path)
         self._check(checksum(table), seal.table_checksum, "table of checksums")
-        self.entries = {
+        entries = {
             name: Entry(dtype, tuple(shape), offset, tuple(sums))
             for name, (dtype, shape, offset, sums) in json.loads(table).items()
         }
         place = (seal.table_offset, seal.table_bytes)
-        rest = _rest(self._number, size, self.entries, *place)
+        rest = _rest(self._number, size, entries, *place)
         self._check(rest, seal.rest_checksum, "HDF5 structures")
+        self.entries = {
+            name.removeprefix(group): entry
+            for name, entry in entries.items()
+            if name.startswith(group)
+        }
         self._block = lru_cache(maxsize=2)(self._read_block)
 
     def close(self) -> None:
@@ -159,7 +230,7 @@ class RankFile:
 
     def _read_block(self, name: str, index: int) -> memoryview:
         count = min(BLOCK, self.entries[name].nbytes - index * BLOCK)
-        block = memoryview(np.empty(count, dtype=np.uint8))
+        block = np.empty(count, dtype=np.uint8).data
         self._fill(block, name, index)
         return block
 
@@ -188,29 +259,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _entry(tensor: torch.Tensor, offset: int) -> Entry:
-    nbytes = tensor.numel() * tensor.element_size()
-    sums = ("0" * 16,) * -(-nbytes // BLOCK)
-    return Entry(name_of(tensor.dtype), tuple(tensor.shape), offset, sums)
-
-
 def _table(entries: Mapping[str, Entry]) -> bytes:
     return json.dumps(entries).encode()
-
-
-def _create(
-    path: Path, arrays: Sequence[tuple[str, torch.Tensor]], table_bytes: int
-) -> dict[str, int]:
-    """Make the file with room for all, and return where each dataset lies."""
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V110)
-    access.set_alignment(ALIGNMENT, ALIGNMENT)
-    number = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)
-    with h5py.File(number) as file:
-        layouts = [(n, name_of(t.dtype), tuple(t.shape)) for n, t in arrays]
-        # Last, so that what lies behind the data is never mistaken for it.
-        layouts.append((TABLE, "uint8", (table_bytes,)))
-        return {name: reserve(file, name, dtype, shape) for name, dtype, shape in layouts}
 
 
 def _write(number: int, offset: int, data: memoryview) -> Iterator[str]:
