@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -289,10 +289,11 @@ class Engine:
         asynchronous: bool = False,
         *,
         keep_last: int | None = None,
+        layout: Literal["files", "shared"] = "files",
     ) -> Path:
         """Save everything that the run needs to go on, on any number of ranks; return its folder.
 
-        All ranks call, between steps. Each rank writes what it owns, a file per rank. Costs no
+        All ranks call, between steps. Each rank writes what it owns. Costs no
         memory, but `asynchronous` a copy of this rank's part of the states; then a failure is
         raised by the next `step` or `save_checkpoint`, on all ranks, and at most one is written at
         a time.
@@ -303,18 +304,23 @@ class Engine:
             client_state: what JSON can hold; rank 0's is saved.
             asynchronous: write in a thread while training goes on.
             keep_last: afterwards remove all but the newest so many.
+            layout: "files", one for each rank, or "shared", one that all write: for file systems
+                that take many files badly. Needs an h5py that is built with MPI.
 
         Raises:
-            RuntimeError: in the middle of an accumulation, or of GatheredParameters.
+            RuntimeError: in the middle of an accumulation, or of GatheredParameters; or h5py is
+                built without MPI, which a shared file takes.
             CheckpointError: on all ranks: any rank can't write, a `client_state` holds what JSON
                 can't, or the tag is no plain folder name; what was saved before is intact.
-            ValueError: `keep_last` is below 1.
+            ValueError: `keep_last` is below 1, or there is no such layout.
         """
         self._check_between_steps("save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last: expected at least 1, found {keep_last}")
-        self.world.gathers.meet(f"save_checkpoint {tag!r}").result()
+        if layout not in ("files", "shared"):
+            raise ValueError(f"layout: expected 'files' or 'shared', found {layout!r}")
+        self.world.gathers.meet(f"save_checkpoint {tag!r}, layout {layout!r}").result()
         facts = {
             "stage": self.config.zero_optimization.stage,
             "precision": self.config.compute,
@@ -323,7 +329,9 @@ class Engine:
             "counters": self._counters(),
         }
         root = Path(save_dir)
-        self._checkpoints().save(root, tag, facts, asynchronous=asynchronous, keep_last=keep_last)
+        self._checkpoints().save(
+            root, tag, facts, asynchronous=asynchronous, keep_last=keep_last, layout=layout
+        )
         return root / tag
 
     def load_checkpoint(

@@ -30,6 +30,11 @@ WORLD = MPI.COMM_WORLD
 SIZE, RANK = WORLD.size, WORLD.rank
 
 
+PARALLEL = h5py.get_config().mpi
+SHARED = pytest.param("shared", marks=pytest.mark.skipif(not PARALLEL, reason="h5py has no MPI"))
+LAYOUTS = pytest.mark.parametrize("layout", ["files", SHARED])
+
+
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that all ranks see."""
@@ -272,15 +277,18 @@ def communicators() -> Iterator[tuple[int, Any]]:
         yield size, comm if comm != MPI.COMM_NULL else None
 
 
+@LAYOUTS
 @pytest.mark.parametrize("stages", [(3, 3), (0, 2), (2, 1)])
-def test_any_number_of_ranks_to_any_other(stages: tuple[int, int], folder: Path) -> None:
+def test_any_number_of_ranks_to_any_other(
+    stages: tuple[int, int], layout: Any, folder: Path
+) -> None:
     saved = {}
     comms = dict(communicators())
     for size, comm in comms.items():
         if comm is not None:
             engine = engine_of(odd, config(stages[0], "bf16"), comm)
             run(engine, feature_loss, 2)
-            engine.save_checkpoint(folder, f"from{size}")
+            engine.save_checkpoint(folder, f"from{size}", layout=layout)
             saved[size] = whole(engine)
     WORLD.Barrier()
     for comm in comms.values():
@@ -527,10 +535,11 @@ def test_the_same_tag_again_replaces(folder: Path) -> None:
     assert_equal(whole(engine), whole(again))
 
 
-def test_plain_h5py_reads_the_model(folder: Path) -> None:
+@LAYOUTS
+def test_plain_h5py_reads_the_model(layout: Any, folder: Path) -> None:
     engine = engine_of(odd, config(3, "bf16"))
     run(engine, feature_loss, 2)
-    path = engine.save_checkpoint(folder)
+    path = engine.save_checkpoint(folder, layout=layout)
     masters, states = engine.full_state_dict(), engine.full_optimizer_state()
     if RANK != 0:
         return
@@ -552,7 +561,19 @@ def test_plain_h5py_reads_the_model(folder: Path) -> None:
     assert manifest["tied"] == {"inner.tied.weight": "inner.first.weight"}
     with Checkpoint(moved) as checkpoint:
         files = [name.split(":")[0] for name, _ in checkpoint.verify()]
-    assert {*files} == {"index.h5", *(f"rank_{rank:05d}.h5" for rank in range(SIZE))}
+    own = {f"rank_{rank:05d}.h5" for rank in range(SIZE)}
+    assert {*files} == {"index.h5", *(own if layout == "files" else {"shared.h5"})}
+    assert {*files, "manifest.json"} == {path.name for path in moved.iterdir()}
+
+
+@pytest.mark.skipif(PARALLEL, reason="h5py has MPI")
+def test_a_shared_file_takes_an_h5py_with_mpi(folder: Path) -> None:
+    engine = engine_of(lm, config(3))
+    with pytest.raises(RuntimeError, match=r"layout='shared': .* without: build one .*layout='fi"):
+        engine.save_checkpoint(folder, layout="shared")
+    with pytest.raises(ValueError, match="expected 'files' or 'shared', found 'one'"):
+        engine.save_checkpoint(folder, layout="one")  # type: ignore[arg-type]
+    assert engine.save_checkpoint(folder).is_dir()
 
 
 def through_h5py(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
@@ -645,11 +666,12 @@ def test_damage_is_one_error_on_all_ranks(kind: str, folder: Path) -> None:
 # In a thread #
 
 
-def test_an_asynchronous_save_is_of_the_moment_of_the_call(folder: Path) -> None:
+@LAYOUTS
+def test_an_asynchronous_save_is_of_the_moment_of_the_call(layout: Any, folder: Path) -> None:
     engine = engine_of(odd, config(3, "bf16"))
     run(engine, feature_loss, 2)
     engine.save_checkpoint(folder, "now")
-    engine.save_checkpoint(folder, "thread", asynchronous=True)
+    engine.save_checkpoint(folder, "thread", asynchronous=True, layout=layout)
     through = run(engine, feature_loss, 3)
     engine.save_checkpoint(folder, "then")  # waits for the one in flight
     found = []

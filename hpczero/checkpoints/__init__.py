@@ -11,5 +11,9 @@ their own dtype), or the optimizer's name of a state ("exp_avg", "momentum_buffe
 `<kind>/<bucket>` of rank r holds elements [r * shard, (r + 1) * shard) of the bucket's flat run, in
 which the manifest places each parameter. Names decide at loading, never ranks.
 
+With layout="shared" there is one shared.h5 instead of the ranks' files; what would be a file of
+rank r is its group rank_0000r. All ranks make it through HDF5 together, then each writes its bytes
+beside HDF5, as into a file of its own; rank 0 adds the one table of checksums.
+
 Nothing is pickled: loading a checkpoint never executes code.
 """

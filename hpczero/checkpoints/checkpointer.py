@@ -19,7 +19,7 @@ from hpczero.checkpoints import randomness
 from hpczero.checkpoints.hdf5 import name_of
 from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.load import Loading, Weights, persistent_buffers, tied
-from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
+from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Layout, Manifest, Place, Run
 from hpczero.checkpoints.plain import decode, encode
 from hpczero.checkpoints.rankfile import checksum
 from hpczero.checkpoints.reader import Checkpoint
@@ -80,6 +80,7 @@ class Checkpointer:
         *,
         asynchronous: bool,
         keep_last: int | None,
+        layout: Layout,
     ) -> None:
         """Save under a tag; all ranks call.
 
@@ -89,15 +90,25 @@ class Checkpointer:
             facts: stage, precision, client_state, scheduler and counters of the manifest.
             asynchronous: copy what this rank owns, and write it while training goes on.
             keep_last: remove all but so many of the newest checkpoints.
+            layout: a file of each rank, or one that all write.
 
         Raises:
+            RuntimeError: h5py is built without MPI, which a shared file takes.
             CheckpointError: on all ranks, if any can't write, or a fact of any holds what JSON
                 can't; of the last asynchronous save too.
         """
+        if layout == "shared" and not h5py.get_config().mpi:
+            raise RuntimeError(
+                "layout='shared': expected an h5py that is built with MPI, found h5py "
+                f"{h5py.__version__} without: build one with this job's MPI and its parallel HDF5 "
+                "(HDF5_MPI=ON CC=mpicc HDF5_DIR=... pip install --no-binary=h5py "
+                "--no-build-isolation h5py), or let each rank write its own file: layout='files'"
+            )
         self.wait()
 
         def take() -> Snapshot:
-            taken = self._snapshot(tag, {key: encode(fact, key) for key, fact in facts.items()})
+            encoded = {key: encode(fact, key) for key, fact in facts.items()}
+            taken = self._snapshot(tag, layout, encoded)
             return taken.copy() if asynchronous else taken
 
         snapshot = agree(self._courier, not_saved(tag), take)
@@ -230,7 +241,7 @@ class Checkpointer:
 
     # What is saved #
 
-    def _snapshot(self, tag: str, facts: Mapping[str, Any]) -> Snapshot:
+    def _snapshot(self, tag: str, layout: Layout, facts: Mapping[str, Any]) -> Snapshot:
         arrays: dict[str, torch.Tensor] = {}
         runs: dict[str, Run] = {}
         everywhere: dict[str, Place] = {}
@@ -259,6 +270,7 @@ class Checkpointer:
             arrays |= {path_of(BUFFERS, name): buffer for name, buffer in buffers.items()}
         manifest = Manifest(
             tag=tag,
+            layout=layout,
             world=self._world.size,
             buckets=runs,
             parameters=everywhere,

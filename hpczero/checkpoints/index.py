@@ -68,8 +68,9 @@ def build(path: Path, manifest: Manifest) -> None:
             for kind in place.kinds:
                 _link(file, manifest, kind, name)
         for name in manifest.buffers:
+            seal, group = manifest.part(0)
             file[path_of(BUFFERS, name)] = h5py.ExternalLink(
-                manifest.files[0].name, path_of(BUFFERS, name)
+                seal.name, group + path_of(BUFFERS, name)
             )
         for alias, name in manifest.tied.items():
             for kind in manifest.parameters[name].kinds:
@@ -81,8 +82,9 @@ def _link(file: Any, manifest: Manifest, kind: str, name: str) -> None:
     shard = manifest.shard(place.bucket)
     dtype = manifest.buckets[place.bucket].dtypes[kind]
     if not place.shape:  # HDF5 has no virtual scalars
-        owner = manifest.files[place.start // shard].name
-        file[path_of(kind, name)] = h5py.ExternalLink(owner, path_of(f"scalars/{kind}", name))
+        seal, group = manifest.part(place.start // shard)
+        path = group + path_of(f"scalars/{kind}", name)
+        file[path_of(kind, name)] = h5py.ExternalLink(seal.name, path)
         return
     type_ = hdf5_type(dtype)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -91,20 +93,22 @@ def _link(file: Any, manifest: Manifest, kind: str, name: str) -> None:
         create.set_layout(h5py.h5d.VIRTUAL)
         _fill_with_nan(create, dtype)
         source = h5py.h5s.create_simple((shard,))
-        dataset = path_of(kind, place.bucket).replace("%", "%%").encode()  # a printf format
+        dataset = path_of(kind, place.bucket).replace("%", "%%")  # a printf format
         stop = place.start + place.numel
         for rank in range(place.start // shard, -(-stop // shard)):
             first, last = max(place.start, rank * shard), min(stop, (rank + 1) * shard)
             at = first - rank * shard
+            seal, group = manifest.part(rank)
+            origin = (group + dataset).encode()
             for offsets, extents in boxes(place.shape, first - place.start, last - place.start):
                 count = math.prod(extents)
                 space.select_hyperslab(offsets, (1,) * len(extents), block=extents)
                 source.select_hyperslab((at,), (1,), block=(count,))
-                create.set_virtual(space, manifest.files[rank].name.encode(), dataset, source)
+                create.set_virtual(space, seal.name.encode(), origin, source)
                 at += count
         space.select_all()
-    dataset = h5py.h5d.create(file.id, None, type_, space, create)
-    h5py.h5o.link(dataset, file.id, path_of(kind, name).encode(), lcpl=link_properties())
+    created = h5py.h5d.create(file.id, None, type_, space, create)
+    h5py.h5o.link(created, file.id, path_of(kind, name).encode(), lcpl=link_properties())
 
 
 def _fill_with_nan(create: Any, dtype: str) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hpczero.checkpoints.rankfile import Seal, checksum
 from hpczero.errors import CheckpointError
@@ -17,6 +17,11 @@ VERSION = 1
 FILE = "manifest.json"
 WEIGHTS = "weights"
 BUFFERS = "buffers"
+SHARED = "shared.h5"
+
+
+Layout = Literal["files", "shared"]
+"""A file of each rank, or one of all."""
 
 
 class Run(NamedTuple):
@@ -66,7 +71,9 @@ class Manifest:
     seed: int
     client_state: Mapping[str, Any]
     versions: Mapping[str, str]
+    layout: Layout = "files"
     files: Sequence[Seal] = field(default_factory=list)
+    """By rank; or the one that all share."""
     index: str = ""
     """The checksum of index.h5."""
 
@@ -78,6 +85,12 @@ class Manifest:
     def shard(self, bucket: str) -> int:
         """Return the elements that each rank's file holds of a bucket."""
         return self.buckets[bucket].padded // self.world
+
+    def part(self, rank: int) -> tuple[Seal, str]:
+        """Return the file that holds a rank's part, and the group of its datasets there."""
+        if self.layout == "shared":
+            return self.files[0], group_of(rank)
+        return self.files[rank], ""
 
     def dump(self) -> str:
         """Return the manifest as JSON text that checks itself, a line for each thing it lists."""
@@ -91,6 +104,11 @@ class Manifest:
         }
         body = ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in content.items())
         return f'{{\n "checksum": "{checksum(body.encode())}",\n{body}\n}}\n'
+
+
+def group_of(rank: int) -> str:
+    """Return what the names of a rank's datasets begin with in a file that ranks share."""
+    return f"rank_{rank:05d}/"
 
 
 def _lines(value: Any) -> str:

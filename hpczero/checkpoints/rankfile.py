@@ -25,6 +25,7 @@ import xxhash
 
 from hpczero.checkpoints.files import naming
 from hpczero.checkpoints.hdf5 import dtype_of, name_of, reserve, write_at
+from hpczero.comm.world import Comm
 from hpczero.errors import CheckpointError
 
 BLOCK = 1 << 24
@@ -78,32 +79,96 @@ def write(path: Path, arrays: Sequence[tuple[str, torch.Tensor | Stream]]) -> Se
         OSError: the disk is full, the folder read-only, the file there already.
         TypeError: HDF5 has no type for a tensor's dtype.
     """
-    streams = [(name, _stream(array)) for name, array in arrays]
-    table_bytes = len(_table({name: _entry(stream, 1 << 60) for name, stream in streams}))
     with naming(path):
-        offsets = _create(path, streams, table_bytes)
-        with path.open("r+b", buffering=0) as file:
-            number = file.fileno()
-            entries: dict[str, Entry] = {}
-            for name, stream in streams:
-                blocks = tuple(_write(number, offsets[name], stream))
-                entries[name] = _entry(stream, offsets[name])._replace(checksums=blocks)
-            table = _table(entries).ljust(table_bytes)
-            write_at(number, offsets[TABLE], memoryview(table))
-            os.fsync(number)
-            size = os.fstat(number).st_size
-            rest = _rest(number, size, entries, offsets[TABLE], table_bytes)
-    return Seal(path.name, size, offsets[TABLE], table_bytes, checksum(table), rest)
+        entries, table = create(path, describe(arrays))
+        return seal(path, fill(path, arrays, entries), table)
+
+
+def describe(arrays: Sequence[tuple[str, torch.Tensor | Stream]]) -> dict[str, Entry]:
+    """Return the entries of tensors that have no place yet.
+
+    Raises:
+        TypeError: HDF5 has no type for a tensor's dtype.
+    """
+    return {
+        name: Entry(
+            name_of(tensor.dtype),
+            tuple(tensor.shape),
+            1 << 60,  # as long in the table as any place
+            ("0" * 16,) * -(-math.prod(tensor.shape) * tensor.dtype.itemsize // BLOCK),
+        )
+        for name, tensor in arrays
+    }
+
+
+def create(
+    path: Path, entries: Mapping[str, Entry], comm: Comm | None = None
+) -> tuple[dict[str, Entry], Entry]:
+    """Make a new file with room for all; return the entries with their places, and the table's.
+
+    With `comm`, which takes an h5py with MPI, all its ranks call and give the same entries.
+
+    Raises:
+        OSError: the disk is full, the folder read-only, the file there already.
+    """
+    driver = {} if comm is None else {"driver": "mpio", "comm": comm}
+    room = {"alignment_threshold": ALIGNMENT, "alignment_interval": ALIGNMENT}
+    with h5py.File(path, "x", libver=("earliest", "v110"), **room, **driver) as file:
+        placed = {
+            name: each._replace(offset=reserve(file, name, each.dtype, each.shape))
+            for name, each in entries.items()
+        }
+        # Last, so that what lies behind the data is never mistaken for it.
+        shape = (len(_table(entries)),)
+        return placed, Entry("uint8", shape, reserve(file, TABLE, "uint8", shape), ())
+
+
+def fill(
+    path: Path, arrays: Sequence[tuple[str, torch.Tensor | Stream]], entries: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Write tensors in their places, flush them, and return their entries with checksums.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    filled = {}
+    with path.open("r+b", buffering=0) as file:
+        for name, array in arrays:
+            sums = tuple(_write(file.fileno(), entries[name].offset, _stream(array)))
+            filled[name] = entries[name]._replace(checksums=sums)
+        os.fsync(file.fileno())
+    return filled
+
+
+def seal(path: Path, entries: Mapping[str, Entry], table: Entry) -> Seal:
+    """Write the table of all entries into their file, flush it, and return the file's seal.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    text = _table(entries).ljust(table.nbytes)
+    with path.open("r+b", buffering=0) as file:
+        number = file.fileno()
+        write_at(number, table.offset, memoryview(text))
+        os.fsync(number)
+        size = os.fstat(number).st_size
+        rest = _rest(number, size, entries, table.offset, table.nbytes)
+    return Seal(path.name, size, table.offset, table.nbytes, checksum(text), rest)
 
 
 class RankFile:
     """Read tensors of a file, every byte verified before it is given.
 
+    Args:
+        folder: where the file lies.
+        seal: what the manifest says of it.
+        group: sees only the datasets in it, by their names there ("": all).
+
     Raises:
         CheckpointError: the file is missing, of another size, or isn't the one that was saved.
     """
 
-    def __init__(self, folder: Path, seal: Seal) -> None:
+    def __init__(self, folder: Path, seal: Seal, group: str = "") -> None:
         self.path = folder / seal.name
         try:
             self._number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -113,13 +178,13 @@ class RankFile:
             ) from None
         os.posix_fadvise(self._number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read ahead while we check
         try:
-            self.entries = self._open(seal)
+            self.entries = self._open(seal, group)
         except BaseException:
             os.close(self._number)
             raise
         self._block = lru_cache(maxsize=2)(self._read_block)
 
-    def _open(self, seal: Seal) -> dict[str, Entry]:
+    def _open(self, seal: Seal, group: str) -> dict[str, Entry]:
         size = os.fstat(self._number).st_size
         if size != seal.size:
             what = "truncated" if size < seal.size else "changed"
@@ -136,7 +201,11 @@ class RankFile:
         place = (seal.table_offset, seal.table_bytes)
         rest = _rest(self._number, size, entries, *place)
         self._check(rest, seal.rest_checksum, "HDF5 structures")
-        return entries
+        return {
+            name.removeprefix(group): entry
+            for name, entry in entries.items()
+            if name.startswith(group)
+        }
 
     def forget(self) -> None:
         """Give back the memory of the blocks that were read last."""
@@ -218,27 +287,8 @@ def _stream(array: torch.Tensor | Stream) -> Stream:
     return Stream(array.dtype, tuple(array.shape), lambda start, stop: flat[start:stop])
 
 
-def _entry(stream: Stream, offset: int) -> Entry:
-    nbytes = math.prod(stream.shape) * stream.dtype.itemsize
-    sums = ("0" * 16,) * -(-nbytes // BLOCK)
-    return Entry(name_of(stream.dtype), stream.shape, offset, sums)
-
-
 def _table(entries: Mapping[str, Entry]) -> bytes:
     return json.dumps(entries).encode()
-
-
-def _create(path: Path, streams: Sequence[tuple[str, Stream]], table_bytes: int) -> dict[str, int]:
-    """Make the file with room for all, and return where each dataset lies."""
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V110)
-    access.set_alignment(ALIGNMENT, ALIGNMENT)
-    number = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)
-    with h5py.File(number) as file:
-        layouts = [(n, name_of(s.dtype), s.shape) for n, s in streams]
-        # Last, so that what lies behind the data is never mistaken for it.
-        layouts.append((TABLE, "uint8", (table_bytes,)))
-        return {name: reserve(file, name, dtype, shape) for name, dtype, shape in layouts}
 
 
 def _write(number: int, offset: int, stream: Stream) -> Iterator[str]:

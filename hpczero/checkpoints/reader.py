@@ -46,14 +46,14 @@ class Checkpoint:
             self._open.popitem()[1].close()
 
     def file(self, rank: int) -> RankFile:
-        """Return a rank's file, its table and HDF5 structures verified."""
+        """Return a rank's file (or part of a shared one), its table and structures verified."""
         if rank != self._last and self._last in self._open:
             self._open[self._last].forget()  # else the last blocks of all files stay in memory
         self._last = rank
         if rank not in self._open:
             if len(self._open) == OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[rank] = RankFile(self.folder, self.manifest.files[rank])
+            self._open[rank] = RankFile(self.folder, *self.manifest.part(rank))
         return self._open[rank]
 
     def kinds(self) -> list[str]:
@@ -114,9 +114,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the first thing that isn't as it was saved.
         """
-        for rank, seal in enumerate(self.manifest.files):
+        for rank in range(self.manifest.world):
+            seal, group = self.manifest.part(rank)
             for name, nbytes in self.file(rank).verify():
-                yield f"{seal.name}:{name}", nbytes
+                yield f"{seal.name}:{group}{name}", nbytes
         yield index.FILE, self._verify_index()
 
     def _verify_index(self) -> int:

@@ -68,6 +68,18 @@ def test_any_part_can_be_read(tmp_path_factory: pytest.TempPathFactory, a: int, 
     file.close()
 
 
+def test_a_group_is_read_by_the_names_in_it(tmp_path: Path) -> None:
+    both = [("one/a", torch.arange(300.0)), ("two/a", torch.arange(5)), ("two/b/c", torch.ones(2))]
+    seal = write(tmp_path / "x.h5", both)
+    for group in ("one/", "two/"):
+        file = RankFile(tmp_path, seal, group)
+        inside = {n.removeprefix(group): tensor for n, tensor in both if n.startswith(group)}
+        assert file.entries.keys() == inside.keys()
+        assert all(torch.equal(file.read(name), tensor) for name, tensor in inside.items())
+        assert [name for name, _ in file.verify()] == list(inside)
+        file.close()
+
+
 def test_plain_h5py_reads_it(tmp_path: Path) -> None:
     write(tmp_path / "x.h5", arrays())
     with h5py.File(tmp_path / "x.h5") as file:
