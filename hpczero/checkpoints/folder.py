@@ -42,11 +42,6 @@ class Folder:
         self.root = root
         self.final = root / tag
         self.partial = root / f"{SAVING}{tag}"
-        if self.final.exists() and not (self.final / manifests.FILE).is_file():
-            raise CheckpointError(
-                f"{self.final}: expected a checkpoint of hpczero to replace, or nothing, found "
-                "other files, which stay: give another tag or folder"
-            )
         root.mkdir(parents=True, exist_ok=True)
         self._lock: int | None = _lock(root)
         try:
@@ -56,8 +51,8 @@ class Folder:
             self._recover()
             if self.final.exists() and not (self.final / manifests.FILE).is_file():
                 raise CheckpointError(
-                    f"{self.final}: expected nothing, or a checkpoint to replace, found something "
-                    "else, which stays: choose another folder or tag"
+                    f"{self.final}: expected a checkpoint of hpczero to replace, or nothing, found "
+                    "other files, which stay: give another tag or folder"
                 )
             self.partial.mkdir()
         except BaseException:
