@@ -192,7 +192,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stages", [(0, 3), (2, 1)])
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_any_optimizer_goes_on_at_another_stage(
     kind: str, stages: tuple[int, int], folder: Path
 ) -> None:
@@ -222,7 +222,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k == "SequentialLR" else pytest.param(k, marks=pytest.mark.slow) for k in SCHEDULERS],
+)
 def test_torch_schedulers_go_on(kind: str, folder: Path) -> None:
     engine, again = (engine_of(lm, config(1), lr_scheduler=SCHEDULERS[kind]) for _ in range(2))
     run(engine, lm_loss, 3)
@@ -278,7 +281,9 @@ def communicators() -> Iterator[tuple[int, Any]]:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("stages", [(3, 3), (0, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "stages", [(3, 3), *(pytest.param(s, marks=pytest.mark.slow) for s in ((0, 2), (2, 1)))]
+)
 def test_any_number_of_ranks_to_any_other(
     stages: tuple[int, int], layout: Any, folder: Path
 ) -> None:
@@ -303,7 +308,11 @@ def test_any_number_of_ranks_to_any_other(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")]
+    ("before", "after"),
+    [
+        ("bf16", "fp32"),
+        *(pytest.param(b, "bf16", marks=pytest.mark.slow) for b in ("fp32", "fp16")),
+    ],
 )
 def test_another_precision_keeps_the_masters(before: str, after: str, folder: Path) -> None:
     engine = engine_of(lm, config(3, before))

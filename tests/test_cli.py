@@ -314,6 +314,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, run_train: Any, ranks: int) ->
     assert losses(parts) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_ranks_from_any_folder(tmp_path: Path, run_train: Any) -> None:
     flags = ["--dtype", "fp32", "--no-progress"]
     whole, rest = tmp_path / "whole", tmp_path / "rest"

@@ -132,6 +132,7 @@ def test_inspect_refuses_what_is_foreign(run: Any, tmp_path: Path) -> None:
     fails(run("inspect", tmp_path), "expected checkpoint 'global_step5'")
 
 
+@pytest.mark.slow
 def test_inspect_says_which_ranks_hold_a_tensor(tmp_path: Path, run: Any) -> None:
     flags = "--layers 2 --hidden 64 --heads 2 --seq 16 --batch 2 --steps 1 --save-every 1"
     train = ["train", *flags.split(), "--out", str(tmp_path), "--no-progress"]

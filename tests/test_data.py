@@ -192,7 +192,9 @@ def test_data_that_is_too_short_names_both_lengths() -> None:
 def test_a_token_beyond_the_vocabulary_is_named() -> None:
     for token in (90, -1):
         tokens = flat(torch.full((99,), token), vocabulary=64)
-        with pytest.raises(ValueError, match=rf"from 0 to 63, found {token} in micro-batch 3"):
+        with pytest.raises(
+            ValueError, match=rf"from 0 to 63, found {token} in the batch from sample 6"
+        ):
             Batches(tokens, seq=8, batch=2, seed=0).micro_batch(3)
 
 

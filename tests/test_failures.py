@@ -451,7 +451,9 @@ rank or event()
 }
 
 
-@pytest.mark.parametrize("name", FINE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "several engines" else n for n in FINE]
+)
 def test_good_job_ends_well(name: str, job: Callable[..., Job]) -> None:
     done = job(3, FINE[name])
     assert done.returncode == 0

@@ -272,13 +272,13 @@ def torture(seeds: Iterable[int], say: Callable[[str], None] = print) -> None:
 
 @pytest.mark.timeout(600)
 def test_killed_runs_go_on() -> None:
-    torture([0, 1, 6])
+    torture([0])  # one that is aimed at a save, at stage 3 on 3 ranks
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_more_killed_runs_go_on() -> None:
-    torture(range(1000, 1020))
+    torture([1, 6, *range(1000, 1018)])
 
 
 if __name__ == "__main__":

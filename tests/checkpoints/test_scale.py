@@ -92,6 +92,7 @@ def expected(place: Place, kind: str) -> np.ndarray:
     return np.arange(first, first + place.numel, dtype=np.float32).reshape(place.shape)
 
 
+@pytest.mark.slow
 def test_a_thousand_tensors_on_64_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
