@@ -636,6 +636,7 @@ def test_every_exit_gives_what_the_engine_gives(dtype: str, folder: Path) -> Non
 
 
 def damage_bit(path: Path) -> None:
+    path = path.with_name("rank_00000.h5")  # the last rank's part may be all padding
     with Checkpoint(path.parent) as checkpoint:
         entry = checkpoint.file(int(path.stem[-5:])).entries["weights/root"]
     content = bytearray(path.read_bytes())

@@ -21,6 +21,8 @@ from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signat
 from hpczero.errors import Disagreement
 
 YIELD_SECONDS = 1e-3
+CROWDED_YIELD_SECONDS = 5e-3
+"""Where ranks outnumber cores, those in step arrive later; yielding gives them the core."""
 SLEEP_SECONDS = 1e-4
 
 
@@ -74,7 +76,12 @@ class Courier:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, name: str, traffic: Traffic, fate: Fate | None = None
+        self,
+        comm: MPI.Intracomm,
+        name: str,
+        traffic: Traffic,
+        fate: Fate | None = None,
+        patience: float = YIELD_SECONDS,
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -82,6 +89,7 @@ class Courier:
         self.staging = Staging(comm.size)
         self._traffic = traffic
         self._number = 0
+        self._patience = patience
         self._closed = False
         self._at: tuple[Signature, float] | None = None
         self._ended = time.monotonic()
@@ -266,7 +274,7 @@ class Courier:
             return
         record = signature.pack(self._number)
         request = self.comm.Iallgather(record, self._records)
-        wait_politely(request)
+        wait_politely(request, self._patience)
         if bool((self._records == record).all()):
             return
         # Everyone has seen all records, so everyone comes here: safe to talk.
@@ -274,15 +282,15 @@ class Courier:
         raise _disagreement(self.name, calls)
 
 
-def wait_politely(request: MPI.Request) -> None:
+def wait_politely(request: MPI.Request, patience: float = YIELD_SECONDS) -> None:
     """Wait without taking the core from a rank that still computes.
 
     A blocking call spins for as long as the last rank computes. Here: yield the core at every test
-    for a moment, in which ranks in step arrive, then sleep between tests.
+    for `patience` seconds, in which ranks in step arrive, then sleep between tests.
     """
-    patience = time.perf_counter() + YIELD_SECONDS
+    end = time.perf_counter() + patience
     while not request.Test():
-        if time.perf_counter() < patience:
+        if time.perf_counter() < end:
             os.sched_yield()
         else:
             time.sleep(SLEEP_SECONDS)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from hpczero.comm import watch
 from hpczero.comm.collectives import Traffic
-from hpczero.comm.courier import Courier, Fate
+from hpczero.comm.courier import CROWDED_YIELD_SECONDS, YIELD_SECONDS, Courier, Fate
 from hpczero.comm.monitor import Monitor, timeout
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
@@ -65,8 +65,8 @@ class World:
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
         self._fate = Fate()
-        self.gathers = Courier(comm, "gathers", self.traffic, self._fate)
-        self.reductions = Courier(comm, "reductions", self.traffic, self._fate)
+        self.gathers = self._courier("gathers")
+        self.reductions = self._courier("reductions")
         self._checkpoints: Courier | None = None
         self._monitor = Monitor(comm, self.couriers) if comm.size > 1 else None
         _OPEN.add(self)
@@ -80,6 +80,11 @@ class World:
             world = cls(comm)
             comm.Set_attr(_KEYVAL, world)
         return world
+
+    def _courier(self, name: str) -> Courier:
+        crowded = self.local_size > len(os.sched_getaffinity(0))
+        patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
+        return Courier(self.comm, name, self.traffic, self._fate, patience)
 
     @property
     def couriers(self) -> list[Courier]:
@@ -96,7 +101,7 @@ class World:
     def checkpoints(self) -> Courier:
         """Return the queue of those who write checkpoints, made when all ranks first ask for it."""
         if self._checkpoints is None:
-            self._checkpoints = Courier(self.comm, "checkpoints", self.traffic, self._fate)
+            self._checkpoints = self._courier("checkpoints")
             if self._monitor is not None:
                 self._monitor.couriers.append(self._checkpoints)
         return self._checkpoints
