@@ -130,12 +130,17 @@ class Clock:
 
 
 def stall(engine: hpczero.Engine, step: Act, root: Path, tag: str, clock: Clock) -> dict[str, Any]:
-    """Return how long an asynchronous save blocks, and how long the steps during it take."""
+    """Return how long an asynchronous save blocks, and how long steps take during it and without.
+
+    Steps without a save come before and after, since the first one after a load is slower.
+    """
+    step()
+    plain = [clock.time(step) for _ in range(2)]
     blocked = clock.time(lambda: engine.save_checkpoint(root, tag, asynchronous=True))
     steps = []
     while clock.world.mean(float((root / tag).exists())) == 0:
         steps.append(clock.time(step))
-    plain = [clock.time(step) for _ in steps]
+    plain += [clock.time(step) for _ in range(2)]
     return {"blocked": blocked, "steps": steps, "plain_steps": plain}
 
 
@@ -179,8 +184,10 @@ def rounds(args: argparse.Namespace, world: World, folder: Path) -> Iterator[dic
     try:
         for number in range(1 + args.rounds):
             result: dict[str, Any] = {"bytes": total}
-            for name, contender in contenders.items():
-                place = folders[name]
+            turn = number % len(contenders)
+            names = [*contenders][turn:] + [*contenders][:turn]  # none is always first
+            for name in names:
+                contender, place = contenders[name], folders[name]
                 if world.rank == 0:
                     shutil.rmtree(place, ignore_errors=True)
                     place.mkdir()
@@ -221,7 +228,8 @@ def table(samples: list[dict[str, Any]]) -> dict[str, Any]:
     shares, slowed = [], []
     for sample in samples:
         lost = sample["asynchronous"]
-        more = sum(lost["steps"]) - sum(lost["plain_steps"])
+        usual = statistics.median(lost["plain_steps"])
+        more = sum(seconds - usual for seconds in lost["steps"])
         shares.append(lost["blocked"] / sample["hpczero"]["save"])
         slowed.append((lost["blocked"] + more) / sample["hpczero"]["save"])
     rows["asynchronous"] = {
