@@ -79,6 +79,8 @@ def _alone(args: argparse.Namespace) -> None:
                 args.dtype and DTYPES[args.dtype],
                 args.max_shard_size,
             )
+        elif args.command == "report":
+            commands.report_runs(args.runs, args.out)
         else:
             commands.import_deepspeed(args.folder, args.out, args.tag)
     except commands.FAILURES as error:
@@ -105,6 +107,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         if args.resume == "auto"
         else args.resume and Path(args.resume),
         must_resume=args.resume != "auto",
+        trace=args.trace,
     )
 
 
@@ -167,6 +170,7 @@ def _parser() -> _Parser:
     _add_inspect(commands)
     _add_consolidate(commands)
     _add_import(commands)
+    _add_report(commands)
     return parser
 
 
@@ -231,6 +235,21 @@ def _add_checkpoint(command: _Parser) -> None:
     )  # fmt: skip
 
 
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "report",
+        allow_abbrev=False,
+        help="show runs side by side on one page",
+        description="Write one HTML page of runs: loss, tokens per second, time by cause (of runs "
+        "with --trace), memory beside the formula, traffic.",
+    )
+    command.set_defaults(parser=command)
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="--out of hpczero train")
+    command.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)"
+    )
+
+
 def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser(
         "train",
@@ -283,6 +302,10 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--resume", metavar="PATH",
         help="go on from a checkpoint or from the latest of a folder, on any number of ranks; "
         "auto: from DIR/checkpoints if there is one",
+    )  # fmt: skip
+    files.add_argument(
+        "--trace", action="store_true",
+        help="write DIR/trace.json: what each rank did when; open it in ui.perfetto.dev",
     )  # fmt: skip
     files.add_argument(
         "--no-progress", dest="progress", action="store_false", help="print no line per step"

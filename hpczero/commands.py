@@ -1,18 +1,20 @@
-"""The commands on checkpoints, which one process runs.
+"""The commands on checkpoints and runs, which one process runs.
 
 hpczero inspect runs/mine/checkpoints --verify
 hpczero consolidate runs/mine/checkpoints exported --format safetensors --dtype bf16
 hpczero import-deepspeed ds_checkpoints runs/mine/checkpoints
+hpczero report runs/a runs/b --out report.html
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpczero import report
+from hpczero import page, report
 from hpczero.checkpoints import consolidate as consolidation
 from hpczero.checkpoints import folder as folders
 from hpczero.checkpoints import from_deepspeed
@@ -93,6 +95,18 @@ def import_deepspeed(path: Path, out: Path, tag: str | None) -> None:
     for line in left_out:
         print(f"left out: {line}")
     print(f"wrote {source.folder} to {folder}")
+
+
+def report_runs(runs: Sequence[Path], out: Path) -> None:
+    """Write one HTML page that shows runs side by side.
+
+    Raises:
+        RunError: a folder isn't one that `hpczero train` has written.
+        OSError: `out` can't be written.
+    """
+    found = [page.read(run) for run in runs]
+    page.write(found, out)
+    print(f"wrote {out}: {len(found)} run{'s' if len(found) > 1 else ''}")
 
 
 def _verify(checkpoint: Checkpoint, quiet: bool) -> None:

@@ -127,7 +127,7 @@ class Engine:
         if self.config.accumulation > 1:
             watch.here(micro_step=self.micro_steps % self.config.accumulation + 1)
         watch.here(phase="forward")
-        with self._runtime.forward():
+        with self._runtime.forward(), self._span("forward"):
             result = self.module(*args, **kwargs)
         watch.here(phase="after forward", bucket=None)
         return result
@@ -144,8 +144,9 @@ class Engine:
         scaled = loss / self.config.accumulation if scale_wrt_gas else loss
         watch.here(phase="backward")
         self._runtime.begin_backward(self._reduces)
-        (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._runtime.end_backward()
+        with self._span("backward"):
+            (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self._runtime.end_backward()
         watch.here(phase="after backward", bucket=None)
         self._backwards += 1
         self._backward_due = False
@@ -181,12 +182,14 @@ class Engine:
             self._end_step()
             return
         clip = clip_scale(self.grad_norm, self.config.gradient_clipping)
-        self._optimizer.step(clip / scale)
+        with self._span("optimizer"):
+            self._optimizer.step(clip / scale)
         # 3. New weights reach whoever keeps a copy.
         publishing = [bucket.publish() for bucket in self._runtime.buckets if bucket.trainable]
-        for future in publishing:
-            if future is not None:
-                future.result()
+        with self._span("publish"):
+            for future in publishing:
+                if future is not None:
+                    future.result()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._end_step()
@@ -549,6 +552,10 @@ class Engine:
 
     # Phases #
 
+    def _span(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        waits = phase in ("exchange", "publish")
+        return self.world.timeline.span("program", phase, "wait" if waits else phase)
+
     @property
     def _reduces(self) -> bool:
         at_boundary = self._syncs and self.is_gradient_accumulation_boundary()
@@ -609,7 +616,8 @@ class Engine:
         )
         late = bytes(self._runtime.reducer.late())
         cargo = Cargo("exchange", "step", 0)
-        records = self.world.reductions.exchange(cargo, record + late).result()
+        with self._span("exchange"):
+            records = self.world.reductions.exchange(cargo, record + late).result()
         fields = [_RECORD.unpack_from(other) for other in records]
         where = f"step {self.global_steps + 1}, "
         if len({micro_steps for _, micro_steps, _, _ in fields}) > 1:

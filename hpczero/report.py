@@ -68,7 +68,8 @@ class Journal:
         if self.active:
             self.out.mkdir(parents=True, exist_ok=True)
             path = self.out / "metrics.jsonl"
-            self.history = _read_steps(path, self.done)
+            if self.done and path.exists():
+                self.history = [step for step in read_steps(path) if step.step <= self.done]
             part = path.with_suffix(".part")  # renamed, so that no history is lost on the way
             part.write_text("".join(to_json(step._asdict()) + "\n" for step in self.history))
             part.replace(path)
@@ -100,16 +101,18 @@ class Journal:
             print(f"step {step.step:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
 
 
-def _read_steps(path: Path, done: int) -> list[Step]:
-    """Return the first `done` steps of a run that is resumed, as far as the file has them."""
-    if not done or not path.exists():
-        return []
+def read_steps(path: Path) -> list[Step]:
+    """Return the steps of a metrics.jsonl.
+
+    Raises:
+        OSError: there is none.
+        ValueError, TypeError: it isn't as a Journal writes it.
+    """
     # The last line of a killed run may be half; it is then of a step that wasn't saved.
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
     ]
-    steps = [Step(**{**line, **_nan(line)}) for line in lines]
-    return [step for step in steps if step.step <= done]
+    return [Step(**{**line, **_nan(line)}) for line in lines]
 
 
 def _nan(line: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class Settings:
     """Checkpoints that stay."""
     resume: Path | None = None
     """A checkpoint, or a folder of checkpoints whose `latest` is taken."""
+    trace: bool = False
+    """Whether to write trace.json, a timeline of all ranks."""
     must_resume: bool = True
     """Whether it is an error that `resume` has no checkpoint yet."""
 
@@ -73,6 +75,7 @@ def train(settings: Settings, world: World) -> None:
     start_step = _resume(engine, settings)
     step_tokens = batch * settings.model.seq * accumulation * world.size
 
+    world.timeline.restart(settings.trace)
     pss = PeakPss()
     with Journal(
         settings.out, settings.steps, settings.progress, active=world.rank == 0, done=start_step
@@ -113,6 +116,8 @@ def train(settings: Settings, world: World) -> None:
         if world.rank == 0:
             print(f"step {start_step} is done already, of {settings.steps}: give more --steps")
         return
+    if settings.trace:
+        world.write_timeline(settings.out / "trace.json")
     summarise(engine, settings.out, journal.history, pss)
     if world.rank == 0:
         draw(settings.out / "loss.png", journal.history)

@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "gpt": BASE,
     "report": ENGINE | {"engine", "__init__"},
     "train": ENGINE | {"engine", "checkpoints", "data", "gpt", "report", "__init__"},
-    "commands": ENGINE | {"checkpoints", "report"},
+    "page": {"comm", "report"},
+    "commands": ENGINE | {"checkpoints", "page", "report"},
     "cli": ENGINE
     | {"engine", "checkpoints", "commands", "data", "doctor", "gpt", "report", "train", "__init__"},
     "diagnosis": {"comm"},

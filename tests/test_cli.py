@@ -259,6 +259,32 @@ def test_a_run_on_tokens(tmp_path: Path, name: str) -> None:
     assert summary["loss_first"] == pytest.approx(math.log(320), rel=0.02)
 
 
+def test_a_trace_shows_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    flags = ["--trace", "--no-progress", "--save-every", "2", "--out", str(tmp_path)]
+    job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags)
+    assert job.returncode == 0, job.stdout
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]
+    for rank in (0, 1):
+        mine = [bar for bar in bars if bar["pid"] == rank]
+        causes = {bar["cat"] for bar in mine}
+        assert {"forward", "backward", "optimizer", "wait", "gather", "reduce", "io"} <= causes
+        assert sum(bar["name"] == "forward" for bar in mine) == 3
+        assert {bar["tid"] for bar in mine} == {0, 1, 2, 3}
+    # A collective ends for one rank when the other has come: their clocks must agree on that.
+    ends = [
+        [b["ts"] + b["dur"] for b in bars if (b["pid"], b["tid"], b["cat"]) == (r, 2, "reduce")]
+        for r in (0, 1)
+    ]
+    starts = [
+        [b["ts"] for b in bars if (b["pid"], b["tid"], b["cat"]) == (r, 2, "reduce")]
+        for r in (0, 1)
+    ]
+    slack = 5e4  # microseconds
+    assert all(b < e + slack for b, e in zip(starts[0], ends[1], strict=True))
+    assert all(b < e + slack for b, e in zip(starts[1], ends[0], strict=True))
+
+
 def test_a_larger_vocabulary_can_be_asked_for(tmp_path: Path) -> None:
     cli.main(["train", *SMALL, "--vocab", "1000", "--out", str(tmp_path), "--no-progress"])
     summary = json.loads((tmp_path / "summary.json").read_text())

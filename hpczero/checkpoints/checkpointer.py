@@ -113,7 +113,8 @@ class Checkpointer:
 
         snapshot = agree(self._courier, not_saved(tag), take)
         if not asynchronous:
-            save(root, snapshot, self._courier, keep_last)
+            with self._world.timeline.span("program", f"save {tag}", "io"):
+                save(root, snapshot, self._courier, keep_last)
             return
         self._writing = Future()
         _WRITING.add(self)
@@ -233,7 +234,8 @@ class Checkpointer:
         self, future: Future[None], root: Path, snapshot: Snapshot, keep_last: int | None
     ) -> None:
         try:
-            save(root, snapshot, self._courier, keep_last)
+            with self._world.timeline.span("checkpoints", f"save {snapshot.manifest.tag}", "io"):
+                save(root, snapshot, self._courier, keep_last)
         except BaseException as error:
             future.set_exception(error)
         else:

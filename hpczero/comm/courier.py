@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from hpczero.comm import collectives
 from hpczero.comm.collectives import Count, Staging, Traffic
+from hpczero.comm.timeline import Timeline
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
 
@@ -24,6 +25,16 @@ YIELD_SECONDS = 1e-3
 CROWDED_YIELD_SECONDS = 5e-3
 """Where ranks outnumber cores, those in step arrive later; yielding gives them the core."""
 SLEEP_SECONDS = 1e-4
+
+
+CAUSES = {
+    "all_gather": "gather",
+    "broadcast": "gather",
+    "gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+}
+"""What a collective is in the timeline; others carry names only."""
 
 
 class _Job(NamedTuple):
@@ -82,6 +93,7 @@ class Courier:
         traffic: Traffic,
         fate: Fate | None = None,
         patience: float = YIELD_SECONDS,
+        timeline: Timeline | None = None,
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -90,6 +102,7 @@ class Courier:
         self._traffic = traffic
         self._number = 0
         self._patience = patience
+        self._timeline = timeline or Timeline()
         self._closed = False
         self._at: tuple[Signature, float] | None = None
         self._ended = time.monotonic()
@@ -255,8 +268,11 @@ class Courier:
                 continue  # its future has the error
             self._at, self.waits = (job.signature, time.monotonic()), True
             try:
-                self._agree(job.signature)
-                result = job.run()
+                name = job.signature.name
+                with self._timeline.span(self.name, name, "wait"):
+                    self._agree(job.signature)
+                with self._timeline.span(self.name, name, CAUSES.get(job.signature.collective, "")):
+                    result = job.run()
             except BaseException as error:
                 self._fate.seal(error)
             else:

@@ -72,7 +72,7 @@ class Monitor:
     def __init__(self, comm: MPI.Intracomm, couriers: Sequence[Courier]) -> None:
         self._timeout = timeout()
         self._comm = comm.Dup()
-        self.couriers = list(couriers)
+        self._couriers = list(couriers)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpczero-monitor", daemon=True)
         self._thread.start()
@@ -84,8 +84,10 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._stop.wait(min(POLL_SECONDS, self._timeout / 8)):
-            waiting = [courier.busy for courier in self.couriers]
+            waiting = [courier.busy for courier in self._couriers]
             longest = max((seconds for _, seconds in waiting), default=0.0)
+            if MPI.Is_finalized():  # by the program itself, before it ends
+                return
             if self._comm.Iprobe(tag=_ALARM):
                 self._answer(self._comm.recv(tag=_ALARM))
             elif longest > self._timeout:
@@ -123,10 +125,10 @@ class Monitor:
         watch.fail("ends the job, which hangs", _table(reason, reports, self._comm.size))
 
     def _report(self) -> Report:
-        busy = [(courier.busy, courier.waits) for courier in self.couriers]
+        busy = [(courier.busy, courier.waits) for courier in self._couriers]
         waits = any(waiting for _, waiting in busy)
         longest = max(seconds for (_, seconds), _ in busy)
-        idle = min(courier.idle for courier in self.couriers)
+        idle = min(courier.idle for courier in self._couriers)
         frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
         return Report(
             where=watch.where() or "no step yet",

@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 import weakref
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from hpczero.comm import watch
 from hpczero.comm.collectives import Traffic
 from hpczero.comm.courier import CROWDED_YIELD_SECONDS, YIELD_SECONDS, Courier, Fate
 from hpczero.comm.monitor import Monitor, timeout
+from hpczero.comm.timeline import Timeline, offset, write
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
 
@@ -64,6 +66,7 @@ class World:
         self.nodes: int = sum(comm.allgather(self.local_rank == 0))
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
+        self.timeline = Timeline()
         self._fate = Fate()
         self.gathers = self._courier("gathers")
         self.reductions = self._courier("reductions")
@@ -84,7 +87,7 @@ class World:
     def _courier(self, name: str) -> Courier:
         crowded = self.local_size > len(os.sched_getaffinity(0))
         patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
-        return Courier(self.comm, name, self.traffic, self._fate, patience)
+        return Courier(self.comm, name, self.traffic, self._fate, patience, self.timeline)
 
     @property
     def couriers(self) -> list[Courier]:
@@ -101,9 +104,8 @@ class World:
     def checkpoints(self) -> Courier:
         """Return the queue of those who write checkpoints, made when all ranks first ask for it."""
         if self._checkpoints is None:
+            # Not for the monitor: a slow disk is no hanging rank.
             self._checkpoints = self._courier("checkpoints")
-            if self._monitor is not None:
-                self._monitor.couriers.append(self._checkpoints)
         return self._checkpoints
 
     def mean(self, value: float, purpose: str = "metrics") -> float:
@@ -124,6 +126,21 @@ class World:
         """Copy a flat tensor from rank 0 to all ranks; all ranks call."""
         payload = tensor.numel() * tensor.element_size()
         self.gathers.broadcast(Cargo(purpose, purpose, payload), tensor).result()
+
+    def write_timeline(self, path: Path) -> None:
+        """Write what all ranks have recorded, on rank 0's clock, into a file of rank 0's.
+
+        All ranks call. Costs rank 0 the spans of all.
+        """
+        clock = []
+        for _ in range(11):
+            self.gathers.meet("clock").result()
+            clock.append(time.perf_counter())
+        first = self.gathers.exchange_objects("clock", clock).result()[0]
+        mine = (self.hosts[self.rank], offset(clock, first), self.timeline.spans)
+        everyone = self.gathers.gather_objects("timeline", mine).result()
+        if everyone is not None:
+            write(path, everyone)
 
     def close(self) -> None:
         """Part from the other ranks; all ranks call, at the latest at exit.

@@ -151,7 +151,8 @@ class Bucket:
         """Wait until the gathered weights can be read."""
         if self._ready is None:
             return
-        self._ready.result()
+        with self._world.timeline.span("program", self.name, "wait"):
+            self._ready.result()
         self._ready = None
         for parameter, original in zip(self.params, self._classes, strict=True):
             parameter.__class__ = original
@@ -279,7 +280,8 @@ class Bucket:
 
     def wait_reduced(self) -> None:
         """Wait until `gradient` holds everything that was posted."""
-        self._job.result()  # earlier ones are done: the courier is first in, first out
+        with self._world.timeline.span("program", self.name, "wait"):
+            self._job.result()  # earlier ones are done: the courier is first in, first out
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter whose reduced gradient in this rank's shard isn't finite."""

@@ -263,7 +263,8 @@ class Runtime:
         A rank that waits for something else there (a gather of a module that others skip, a
         state_dict) can't reduce: without the meeting each side would wait in another queue.
         """
-        self._world.gathers.meet(purpose).result()
+        with self._world.timeline.span("program", f"all ranks for {purpose}", "wait"):
+            self._world.gathers.meet(purpose).result()
 
     def _pre_backward(self, unit: Unit) -> None:
         unit.visits += 1

@@ -1,0 +1,50 @@
+"""Spans, and the trace that is made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpczero.comm import timeline
+from hpczero.comm.timeline import Span, Timeline, offset, write
+
+
+def test_nothing_is_recorded_until_it_is_on() -> None:
+    line = Timeline()
+    with line.span("program", "a", "forward"):
+        pass
+    line.restart(True)
+    with pytest.raises(ValueError, match="x"), line.span("program", "b", "wait"):
+        raise ValueError("x")
+    assert [(span.name, span.cause) for span in line.spans] == [("b", "wait")]
+    assert line.spans[0].start <= line.spans[0].end
+    line.restart(False)
+    assert line.spans == []
+
+
+def test_spans_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "LIMIT", 2)
+    line = Timeline()
+    line.restart(True)
+    for _ in range(5):
+        with line.span("program", "a", "forward"):
+            pass
+    assert (len(line.spans), line.lost) == (2, 3)
+
+
+def test_clocks_agree_in_the_trace(tmp_path: Path) -> None:
+    assert offset([10.0, 11.0, 13.5], [0.0, 1.0, 3.0]) == -10.0
+    write(
+        tmp_path / "trace.json",
+        [
+            ("a", 0.0, [Span("program", "forward", "forward", 5.0, 6.0)]),
+            ("b", -10.0, [Span("gathers", "blocks.0", "gather", 15.5, 15.75)]),
+        ],
+    )
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert bars == [(0, 0, "forward", 0.0, 1e6), (1, 1, "blocks.0", 5e5, 2.5e5)]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0, a", "rank 1, b"]
