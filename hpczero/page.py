@@ -158,7 +158,7 @@ def _bars(title: str, kinds: Sequence[str], rows: Mapping[str, Mapping[str, floa
         axes.barh(names, widths, left=left, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return _svg(figure)
 
 
