@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -120,6 +121,8 @@ def test_whoever_waits_in_one_queue_learns_that_the_other_failed(world_comm: MPI
     fate, traffic = Fate(), Traffic()
     works, fails = (Courier(world_comm, name, traffic, fate) for name in ("works", "fails"))
     meeting = works.meet("here") if world_comm.rank == 0 else None  # the others don't come
+    while meeting is not None and not works.waits:  # it is among the gathers, not in the queue
+        time.sleep(1e-3)
     job = fails.meet("here" if world_comm.rank == 0 else "there")
     with pytest.raises(Disagreement, match="of the fails") as raised:
         job.result()
