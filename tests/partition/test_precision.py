@@ -52,6 +52,7 @@ def test_the_trail_is_deepspeeds(
         oracle = theirs.DynamicLossScaler(
             init_scale=2**16,
             scale_window=window,
+            min_scale=1,
             delayed_shift=hysteresis,
             consecutive_hysteresis=consecutive,
             raise_error_at_min_scale=False,
