@@ -296,10 +296,9 @@ class Engine:
     ) -> Path:
         """Save everything that the run needs to go on, on any number of ranks; return its folder.
 
-        All ranks call, between steps. Each rank writes what it owns. Costs no
-        memory, but `asynchronous` a copy of this rank's part of the states; then a failure is
-        raised by the next `step` or `save_checkpoint`, on all ranks, and at most one is written at
-        a time.
+        All ranks call, between steps. Each rank writes what it owns. Costs no memory, but
+        `asynchronous` a copy of this rank's part of the states; then a failure is raised by the
+        next `step` or `save_checkpoint`, on all ranks, and at most one is written at a time.
 
         Args:
             save_dir: a folder that all ranks see.
@@ -363,9 +362,7 @@ class Engine:
                 listed), or a file is missing or damaged. Of a damaged one a part may be in place
                 already: load another.
         """
-        self._check_between_steps("load_checkpoint")
-        self.world.gathers.meet("load_checkpoint").result()
-        self._runtime.outdate(frozen=True)
+        self._begin_loading("load_checkpoint")
         loaded = self._checkpoints().load(
             Path(load_dir), tag, with_optimizer=load_optimizer_states, strict=strict
         )
@@ -396,9 +393,7 @@ class Engine:
         """
         from hpczero.checkpoints.safetensors import SafetensorsFolder
 
-        self._check_between_steps("load_safetensors")
-        self.world.gathers.meet("load_safetensors").result()
-        self._runtime.outdate(frozen=True)
+        self._begin_loading("load_safetensors")
         origin = Path(path)
         skipped = self._checkpoints().load_weights(
             lambda: SafetensorsFolder(origin), origin, strict=strict
@@ -418,6 +413,11 @@ class Engine:
             )
         return self._checkpointer
 
+    def _begin_loading(self, what: str) -> None:
+        self._check_between_steps(what)
+        self.world.gathers.meet(what).result()
+        self._runtime.outdate(frozen=True)
+
     def _check_between_steps(self, what: str) -> None:
         if self._backwards or self.micro_steps % self.config.accumulation:
             raise RuntimeError(
@@ -426,10 +426,14 @@ class Engine:
                 "update: gradients are no part of a checkpoint; call it after the engine.step() "
                 "that updates"
             )
+        self._check_not_held(what)
+
+    def _check_not_held(self, what: str, reason: str = "") -> None:
         held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
         if held:
             raise RuntimeError(
-                f"engine.{what}() inside GatheredParameters of {held[0]!r}: end the block first"
+                f"engine.{what}() inside GatheredParameters of {held[0]!r}: {reason}end the block "
+                "first"
             )
 
     def _counters(self) -> dict[str, Any]:
@@ -587,12 +591,7 @@ class Engine:
                 "engine.backward(loss) in place of loss.backward(), so that gradients are reduced "
                 "over the ranks"
             )
-        held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
-        if held:
-            raise RuntimeError(
-                f"engine.step() inside GatheredParameters of {held[0]!r}: leaving the block would "
-                "overwrite the update; end the block first"
-            )
+        self._check_not_held("step", "leaving the block would overwrite the update; ")
         if not self._syncs:
             raise RuntimeError("engine.step() inside engine.no_sync(): end the block first")
         if self._backward_due:

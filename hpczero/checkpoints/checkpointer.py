@@ -294,7 +294,7 @@ class Checkpointer:
         self, bucket: Bucket, place: Place, name: str, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return a parameter of shape () once more by itself: HDF5 has no virtual scalars."""
-        at = place.start - bucket.layout.interval(self._world.rank)[0]
+        at = place.start - bucket.own[0]
         if not 0 <= at < bucket.layout.shard:
             return {}
         return {

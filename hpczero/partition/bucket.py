@@ -57,6 +57,11 @@ class Bucket:
         if self.trainable:
             self._build_trainable(plan, precision)
 
+    @property
+    def own(self) -> tuple[int, int]:
+        """Return the interval of the flat run that is this rank's shard."""
+        return self.layout.interval(self._world.rank)
+
     # Build #
 
     def _build(self, plan: Plan) -> None:
@@ -67,10 +72,10 @@ class Bucket:
         self._world.gathers.broadcast(self._cargo("parameters", self.dtype), self.full).result()
         for slot, parameter in zip(layout.slots, self.params, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
-        own = slice(*layout.interval(self._world.rank))
+        own = slice(*self.own)
         self._aliases = self._count_aliases()
         if self._gathers_needed:
-            self.shard = self._empty("params", layout.interval(self._world.rank), self.dtype)
+            self.shard = self._empty("params", self.own, self.dtype)
             self.shard.copy_(self.full[own])
             self._ledger.add("buffers", self._full_bytes)
             self.gathered = True
@@ -99,7 +104,7 @@ class Bucket:
         self.grads = self._empty("grads", (grads_lo, grads_hi), precision.grads(self.dtype)).zero_()
         self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
         """The reduced gradient of the updated interval."""
-        own_lo, own_hi = layout.interval(self._world.rank)
+        own_lo, own_hi = self.own
         self.own_gradient = self.grads[own_lo - grads_lo : own_hi - grads_lo]
         """The reduced gradient of this rank's shard."""
         self._accumulates = self.grads.numel() == layout.padded and plan.grads.scope == "none"
@@ -121,7 +126,7 @@ class Bucket:
     def _span(self, home: Home) -> tuple[int, int]:
         if home.scope == "none":
             return 0, self.layout.padded
-        return self.layout.interval(self._world.rank)
+        return self.own
 
     @property
     def _full_bytes(self) -> int:
@@ -285,7 +290,7 @@ class Bucket:
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter whose reduced gradient in this rank's shard isn't finite."""
-        lo, hi = self.layout.interval(self._world.rank)
+        lo, hi = self.own
         for slot in self.layout.slots:
             start, stop = max(slot.start, lo), min(slot.stop, hi)
             if start < stop and not self.own_gradient[start - lo : stop - lo].isfinite().all():
@@ -316,11 +321,6 @@ class Bucket:
         return self._world.gathers.all_gather(cargo, self.full, self.shard)
 
     @property
-    def own(self) -> tuple[int, int]:
-        """Return the interval of the flat run that is this rank's shard."""
-        return self.layout.interval(self._world.rank)
-
-    @property
     def own_weights(self) -> torch.Tensor:
         """Return this rank's shard of the master weights (frozen ones: in their own dtype)."""
         if not self.trainable:
@@ -340,7 +340,7 @@ class Bucket:
         if self.trainable:
             (lo, hi), target = self.span, self.master
         elif self._gathers_needed:
-            (lo, hi), target = self.layout.interval(self._world.rank), self.shard
+            (lo, hi), target = self.own, self.shard
         else:
             (lo, hi), target = (0, self.layout.padded), self.full
         for slot in self.layout.slots:
@@ -354,14 +354,14 @@ class Bucket:
 
     def adopt(self, before: torch.Tensor) -> None:
         """Take over weights that were changed in `full`, where their bits differ from `before`."""
-        lo, hi = self.span if self.trainable else self.layout.interval(self._world.rank)
+        lo, hi = self.span if self.trainable else self.own
         new = self.full[lo:hi]
         if self.trainable and self.master.dtype != self.dtype:
             bits = _BITS[self.dtype.itemsize]
             changed = new.view(bits) != before[lo:hi].view(bits)
             self.master[changed] = new[changed].to(self.master.dtype)
         if self._gathers_needed:
-            own = slice(*self.layout.interval(self._world.rank))
+            own = slice(*self.own)
             self.shard.copy_(self.full[own])
 
     @property

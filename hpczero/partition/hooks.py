@@ -39,8 +39,9 @@ class Unit:
     @property
     def label(self) -> str:
         """Return the unit's name and its first parameter, for people."""
-        names = [slot.name for bucket in self.buckets for slot in bucket.layout.slots]
-        return f"{self.name} (from {names[0]})" if names else self.name
+        if not self.buckets:
+            return self.name
+        return f"{self.name} (from {self.buckets[0].layout.slots[0].name})"
 
     @property
     def numel(self) -> int:
