@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,7 @@ import torch
 
 from hpczero.checkpoints import hdf5, safetensors, torchfile
 from hpczero.checkpoints.files import replacing
-from hpczero.checkpoints.source import Progress, Source, converted, numel, pieces, raw
+from hpczero.checkpoints.source import Done, Progress, Source, converted, numel, pieces, raw
 
 Format = Literal["safetensors", "torch", "hdf5"]
 
@@ -83,22 +82,13 @@ def _write_hdf5(
                 if name in offsets:
                     file[alias] = file[name]
         total = sum(numel(source, kind, name) * targets[name].itemsize for name in names)
-        done = 0
+        done = Done(total, progress)
         with temporary.open("r+b") as file:
-            for name, piece in _all_pieces(source, kind, names, dtype):
-                hdf5.write_at(file.fileno(), offsets[name], raw(piece))
-                offsets[name] += piece.nbytes
-                done += piece.nbytes
-                if progress is not None:
-                    progress(done, total)
-
-
-def _all_pieces(
-    source: Source, kind: str, names: list[str], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        for piece in pieces(source, kind, name, dtype):
-            yield name, piece
+            for name in names:
+                for piece in pieces(source, kind, name, dtype):
+                    hdf5.write_at(file.fileno(), offsets[name], raw(piece))
+                    offsets[name] += piece.nbytes
+                    done.add(piece.nbytes)
 
 
 def _type_name(dtype: torch.dtype, name: str) -> str:

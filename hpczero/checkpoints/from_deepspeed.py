@@ -17,7 +17,7 @@ from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
 from hpczero.checkpoints.plain import encode
 from hpczero.checkpoints.rankfile import Stream, write
 from hpczero.checkpoints.save import Told, finish
-from hpczero.checkpoints.source import Progress, numel
+from hpczero.checkpoints.source import Done, Progress, numel
 from hpczero.partition.layout import Layout
 
 # Which optimizer keeps such states; a config of DeepSpeed's need not name it.
@@ -178,15 +178,12 @@ def _told(
 ) -> list[tuple[str, Tensor | Stream]]:
     """Return the same arrays, whose streams tell how much of them is read."""
     streams = [array for _, array in arrays if isinstance(array, Stream)]
-    total = sum(stream.shape[0] * stream.dtype.itemsize for stream in streams)
-    done = 0
+    done = Done(sum(stream.shape[0] * stream.dtype.itemsize for stream in streams), progress)
 
     def telling(stream: Stream) -> Stream:
         def read(start: int, stop: int) -> Tensor:
-            nonlocal done
             block = stream.read(start, stop)
-            done += block.nbytes
-            progress(done, total)
+            done.add(block.nbytes)
             return block
 
         return stream._replace(read=read)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hpczero.checkpoints.files import replacing, sync
 from hpczero.checkpoints.source import (
+    Done,
     Progress,
     Source,
     check_range,
@@ -85,7 +86,7 @@ def write_file(
         OverflowError: a finite number isn't finite in `dtype`.
     """
     names = source.names(kind)
-    done = _Done(sum(_sizes(source, kind, names, dtype).values()), progress)
+    done = Done(sum(_sizes(source, kind, names, dtype).values()), progress)
     with replacing(path) as temporary:
         _write(source, temporary, kind, names, dtype, done)
 
@@ -120,7 +121,7 @@ def write_folder(
     sizes = _sizes(source, kind, source.names(kind), dtype)
     shards = _split(sizes, max_shard_bytes)
     total = sum(sizes.values())
-    done = _Done(total, progress)
+    done = Done(total, progress)
     files = ["model.safetensors"]
     if len(shards) > 1:
         count = f"{len(shards):05d}"
@@ -144,20 +145,6 @@ def write_folder(
         for old in folder.iterdir():
             if old.name == INDEX or _WEIGHTS.fullmatch(old.name):
                 old.unlink()
-
-
-class _Done:
-    """Count bytes for a progress callback."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total = total
-        self.progress = progress
-        self.bytes = 0
-
-    def add(self, size: int) -> None:
-        self.bytes += size
-        if self.progress is not None:
-            self.progress(self.bytes, self.total)
 
 
 def _sizes(
@@ -196,7 +183,7 @@ def _write(
     kind: str,
     names: Sequence[str],
     dtype: torch.dtype | None,
-    done: _Done,
+    done: Done,
 ) -> None:
     targets = {name: converted(source.dtype(kind, name), dtype) for name in names}
     ordered = sorted(names, key=lambda name: (-_ORDER.index(_CODE_OF[targets[name]]), name))

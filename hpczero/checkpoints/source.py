@@ -23,6 +23,25 @@ Progress = Callable[[int, int], None]
 """Is told the bytes done and the bytes in all."""
 
 
+class Done:
+    """Count the bytes of a copy, and tell them to whoever asked.
+
+    Args:
+        total: bytes in all.
+        progress: is told after each piece; None for nobody.
+    """
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count a piece."""
+        self._bytes += size
+        if self._progress is not None:
+            self._progress(self._bytes, self._total)
+
+
 class Source(Protocol):
     """Offer named tensors that are read run by run."""
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpczero.checkpoints.files import replacing
-from hpczero.checkpoints.source import Progress, Source, converted, numel, pieces, raw
+from hpczero.checkpoints.source import Done, Progress, Source, converted, numel, pieces, raw
 
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30  # bytes of a zip's local header without name and extra field
@@ -77,7 +77,7 @@ def write_file(
     state = collections.OrderedDict(zip(source.names(kind), tensors, strict=True))
     state.update({alias: state[name] for alias, name in source.tied().items() if name in state})
     total = sum(tensor.storage.numel * tensor.storage.dtype.itemsize for tensor in tensors)
-    done = 0
+    done = Done(total, progress)
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         _record(archive, "data.pkl", _pickled(state))
         _record(archive, "byteorder", sys.byteorder.encode())
@@ -87,9 +87,7 @@ def write_file(
             with _open(archive, f"data/{storage.key}", size) as file:
                 for piece in pieces(source, kind, name, dtype):
                     file.write(raw(piece))
-                    done += piece.nbytes
-                    if progress is not None:
-                        progress(done, total)
+                    done.add(piece.nbytes)
         _record(archive, "version", b"3\n")
 
 
