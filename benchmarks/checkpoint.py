@@ -25,6 +25,7 @@ from typing import Any
 import h5py
 import torch
 import torch.distributed
+from machine import cpu
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -309,12 +310,6 @@ def main() -> None:
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def cpu() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
 
 
 def file_system(path: Path) -> str:

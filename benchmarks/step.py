@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import cpu
 
 import hpczero
 from hpczero import data
@@ -142,12 +143,6 @@ def main() -> None:
             )
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def cpu() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

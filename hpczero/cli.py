@@ -157,15 +157,14 @@ def _parser() -> _Parser:
     parser = _Parser(prog="hpczero", description="ZeRO over MPI.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "doctor",
-        allow_abbrev=False,
         help="examine the machine and the job",
         description="Examine MPI, ranks, cores, devices, shared memory and bandwidth: "
         "mpiexec -n 4 hpczero doctor",
         epilog="Exit code: 0 all well or notes only, 1 warnings, 3 errors, 2 usage.",
     )
-    command.set_defaults(parser=command)
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_inspect(commands)
     _add_consolidate(commands)
@@ -174,29 +173,33 @@ def _parser() -> _Parser:
     return parser
 
 
+def _command(commands: argparse._SubParsersAction[_Parser], name: str, **texts: Any) -> _Parser:
+    command = commands.add_parser(name, allow_abbrev=False, **texts)
+    command.set_defaults(parser=command)
+    return command
+
+
 def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "inspect",
-        allow_abbrev=False,
         help="show what a checkpoint holds",
         description="Show what a checkpoint holds: hpczero inspect runs/default/checkpoints",
         epilog="Exit code: 0 all well, 1 no checkpoint or damage, 2 usage.",
     )
-    command.set_defaults(parser=command)
     _add_checkpoint(command)
     command.add_argument("--verify", action="store_true", help="read all of it, check every byte")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def _add_consolidate(commands: argparse._SubParsersAction[_Parser]) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "consolidate",
-        allow_abbrev=False,
         help="write a checkpoint's weights for other programs",
         description="Write a checkpoint's weights whole, in the memory of a few MiB. A folder of "
         "safetensors with the model's config.json loads by from_pretrained of transformers.",
     )
-    command.set_defaults(parser=command)
     _add_checkpoint(command)
     command.add_argument(
         "out", type=Path, metavar="OUT",
@@ -214,15 +217,14 @@ def _add_consolidate(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "import-deepspeed",
-        allow_abbrev=False,
         help="turn a DeepSpeed checkpoint into one of ours",
         description="Turn a DeepSpeed checkpoint of ZeRO (stages 1 to 3) into one that "
         "engine.load_checkpoint loads, with optimizer states. DeepSpeed isn't needed, and nothing "
         "in the files is executed.",
     )
-    command.set_defaults(parser=command)
     command.add_argument("folder", type=Path, metavar="DIR", help="as given to save_checkpoint")
     command.add_argument("out", type=Path, metavar="OUT", help="a folder of our checkpoints")
     command.add_argument("--tag", help="which checkpoint in DIR (what `latest` names)")
@@ -236,14 +238,13 @@ def _add_checkpoint(command: _Parser) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "report",
-        allow_abbrev=False,
         help="show runs side by side on one page",
         description="Write one HTML page of runs: loss, tokens per second, time by cause (of runs "
         "with --trace), memory beside the formula, traffic.",
     )
-    command.set_defaults(parser=command)
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="--out of hpczero train")
     command.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)"
@@ -251,15 +252,14 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "train",
-        allow_abbrev=False,
         help="train a GPT on text or tokens",
         description="Train a GPT on text or tokens: mpiexec -n 4 hpczero train",
         epilog="Without --config: stage 3, bf16, clip 1, lr 2e-3. With it, its keys and "
         "DeepSpeed's defaults hold. Flags go before both.",
     )
-    command.set_defaults(parser=command)
     run = command.add_argument_group("the run")
     run.add_argument("--stage", type=int, choices=range(4), help="what is partitioned (3)")
     run.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16)")
