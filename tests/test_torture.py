@@ -226,9 +226,11 @@ def kill(seed: int, scenario: Scenario, root: Path, notes: Path) -> bool:
             victims = pids if scenario.everybody else [dice.choice(pids)]
             phases = [notes / f"phase{pids.index(pid)}" for pid in victims]
             time.sleep(scenario.delay)
-            if scenario.aimed:
+            aimed = scenario.aimed
+            while aimed:
                 wait(lambda: saving(phases), "a save", notes, pause=0)
                 time.sleep(dice.uniform(0, 0.05))
+                aimed = not saving(phases)  # it has ended meanwhile: aim at the next one
             assert process.poll() is None and all(map(alive, pids)), (notes / "output").read_text()
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
