@@ -336,6 +336,16 @@ class Engine:
         )
         return root / tag
 
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last asynchronous save is whole; all ranks call. The job's end waits too.
+
+        Raises:
+            CheckpointError: it failed; on all ranks.
+        """
+        if self._checkpointer is not None:
+            self._save_failed = False
+            self._checkpointer.wait()
+
     def load_checkpoint(
         self,
         load_dir: str | PathLike[str],
@@ -670,9 +680,8 @@ class Engine:
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
         watch.here(step=self.global_steps + 1, phase="after step")
-        if self._save_failed and self._checkpointer is not None:
-            self._save_failed = False
-            self._checkpointer.wait()  # raises, on all ranks at the same step, which is complete
+        if self._save_failed:
+            self.wait_for_checkpoint()  # raises, on all ranks at the same step, which is complete
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -116,6 +116,7 @@ def train(settings: Settings, world: World) -> None:
         if world.rank == 0:
             print(f"step {start_step} is done already, of {settings.steps}: give more --steps")
         return
+    engine.wait_for_checkpoint()
     if settings.trace:
         world.write_timeline(settings.out / "trace.json")
     summarise(engine, settings.out, journal.history, pss)

@@ -703,3 +703,10 @@ def test_a_failed_asynchronous_save_is_raised_by_a_step_on_all_ranks(folder: Pat
     with pytest.raises(CheckpointError, match=r"'bad' was not saved; .*rank 0.*: .*file"):
         run(engine, lm_loss, 1000)
     assert len({*WORLD.allgather(engine.global_steps)}) == 1
+    engine.save_checkpoint(target, "bad", asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"'bad' was not saved; .*rank 0.*: .*file"):
+        engine.wait_for_checkpoint()
+    engine.wait_for_checkpoint()
+    engine.save_checkpoint(folder, "good", asynchronous=True)
+    engine.wait_for_checkpoint()
+    assert (folder / "latest").read_text() == "good\n"
