@@ -157,6 +157,8 @@ class Config(Section):
     """None is torch's AdamW, or the caller's."""
     scheduler: Scheduler | None = None
     checkpoint: Checkpoint = Checkpoint()
+    node_memory: bool = True
+    """Whether ranks of one node read each other's memory in place of messages. Not DeepSpeed's."""
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hpczero import schedules
 from hpczero.comm import watch
 from hpczero.comm.collectives import Count, tabulate
+from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import Comm, World
 from hpczero.config import Config
@@ -100,7 +101,8 @@ class Engine:
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._ledger = Ledger()
-        self._ledger.add("buffers", wire_bytes(self.world.size))
+        self._memory = self._node_memory()
+        self._ledger.add("buffers", wire_bytes(self.world.size, self._memory is not None))
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
@@ -186,6 +188,8 @@ class Engine:
             self._optimizer.step(clip / scale)
         # 3. New weights reach whoever keeps a copy.
         publishing = [bucket.publish() for bucket in self._runtime.buckets if bucket.trainable]
+        if any(bucket.on_node for bucket in self._runtime.buckets):
+            publishing.append(self.world.gathers.meet("new weights"))  # before anybody reads them
         with self._span("publish"):
             for future in publishing:
                 if future is not None:
@@ -559,6 +563,7 @@ class Engine:
                 bucket.dtype.itemsize,
                 bucket.persistent,
                 bucket.grads.element_size() if asked and bucket.trainable else None,
+                self._memory is not None,
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -583,15 +588,33 @@ class Engine:
 
     def _build_units(self) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
-        arena = Arena(self._ledger)
+        self.world.reclaim_node_memory()
+        arena = Arena(self._ledger, self._memory)
         zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
         for part in group(self.module):
             name = ROOT if part.module is self.module else modules[id(part.module)]
             unit = units.setdefault(name, Unit(name, part.module))
-            bucket = Bucket(part, self.plan, self._precision, self.world, self._ledger, arena, zero)
+            bucket = Bucket(
+                part,
+                self.plan,
+                self._precision,
+                self.world,
+                self._ledger,
+                arena,
+                zero,
+                self._memory,
+            )
             unit.buckets.append(bucket)
         return list(units.values())
+
+    def _node_memory(self) -> NodeMemory | None:
+        """Return the memory that all ranks see, if there is one and it is wanted."""
+        if not self.config.node_memory or self.world.nodes > 1:
+            return None
+        if self.world.node_memory is None and self.rank == 0:
+            log.warning(f"the ranks send messages: no node memory ({self.world.no_node_memory})")
+        return self.world.node_memory
 
     def _check_backward(self) -> None:
         stray = self._runtime.stray

@@ -13,7 +13,8 @@ With fp32 compute the parameters are their own master weights, so that Adam's tw
 only states. A frozen parameter has its weight and nothing else. Whatever a rank holds beyond these
 formulas is a buffer, and `buffer_bytes` says how large each buffer is. What
 `stage3_max_reuse_distance` or a larger prefetch keeps gathered comes on top of it, up to
-`stage3_max_live_parameters` elements.
+`stage3_max_live_parameters` elements. Where all ranks share the memory of one node, parameters at
+stage 3 are there once, as the formula says, and there is no gathered copy beside them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class BucketShape(NamedTuple):
     item_bytes: int  # of the compute dtype
     persistent: bool = False  # at stage 3: stays gathered
     grad_bytes: int | None = None  # of the dtype that gradients add up in, where one is asked for
+    on_node: bool = False  # the ranks look at each other's memory: nothing is gathered or received
 
 
 class PerElement(NamedTuple):
@@ -75,16 +77,20 @@ def buffer_bytes(
     exact = state_bytes(shapes, stage, world, accumulation)
     padding = sum(padded.values()) - sum(exact.values())
     gathered = 0
-    if stage == 3:
+    on_node = all(shape.on_node for shape in shapes)
+    if stage == 3 and not on_node:
         gathered = _root_and_largest([shape for shape in shapes if not shape.persistent])
         gathered += sum(shape.padded * shape.item_bytes for shape in shapes if shape.persistent)
     slots = _root_and_largest([s for s in shapes if s.trainable]) if stage >= 2 else 0
-    return padding + gathered + slots + wire_bytes(world)
+    return padding + gathered + slots + wire_bytes(world, on_node)
 
 
-def wire_bytes(world: int) -> int:
-    """Return the staging memory of reductions: a piece from each rank, and two blocks to sum in."""
-    return world * wire_piece(world) + 2 * WIRE_BLOCK * 4
+def wire_bytes(world: int, on_node: bool = False) -> int:
+    """Return the staging memory of reductions: a piece from each rank, and two blocks to sum in.
+
+    On a node nothing is received: there are only the blocks.
+    """
+    return (0 if on_node else world * wire_piece(world)) + 2 * WIRE_BLOCK * 4
 
 
 def wire_piece(world: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_bucket_sizes_cut_messages(
         spies = [Spy(world.reductions.comm), Spy(world.gathers.comm)]
         monkeypatch.setattr(world.reductions, "comm", spies[0])
         monkeypatch.setattr(world.gathers, "comm", spies[1])
-        settings = config(stage)
+        settings = {**config(stage), "node_memory": False}
         settings["zero_optimization"].update(sizes)
         runs.append(train(TinyLM, lm_loss, settings, world_comm))
         monkeypatch.undo()
@@ -413,8 +414,12 @@ def test_one_rank_may_evaluate_alone_where_parameters_are_replicated(stage: int)
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_memory_is_the_formula(stage: int, dtype: str, accumulation: int) -> None:
-    engine = train(TinyLM, lm_loss, config(stage, dtype, accumulation)).engine
+@pytest.mark.parametrize("node_memory", [True, False])
+def test_memory_is_the_formula(
+    node_memory: bool, stage: int, dtype: str, accumulation: int
+) -> None:
+    settings = {**config(stage, dtype, accumulation), "node_memory": node_memory}
+    engine = train(TinyLM, lm_loss, settings).engine
     measured = engine.memory()
     formula = sizing.memory_formula(engine.bucket_shapes(), stage, SIZE, accumulation)
     for kind in ("params", "grads", "states"):  # ragged shards: equal on the mean of the ranks
@@ -430,8 +435,12 @@ def test_memory_is_the_formula(stage: int, dtype: str, accumulation: int) -> Non
 )
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_traffic_is_the_formula(stage: int, dtype: str, accumulation: int, backwards: int) -> None:
-    engine = hpczero.Engine(TinyLM(), config(stage, dtype, accumulation))
+@pytest.mark.parametrize("node_memory", [True, False])
+def test_traffic_is_the_formula(
+    node_memory: bool, stage: int, dtype: str, accumulation: int, backwards: int
+) -> None:
+    settings = {**config(stage, dtype, accumulation), "node_memory": node_memory}
+    engine = hpczero.Engine(TinyLM(), settings)
     for number in range(2 * accumulation):
         for _ in range(backwards):
             engine.backward(engine(tokens(number)))
@@ -449,7 +458,9 @@ def test_traffic_is_the_formula(stage: int, dtype: str, accumulation: int, backw
     assert traffic["multiples"] == pytest.approx(expected, abs=1e-9)
     padded = sum(shape.padded * shape.item_bytes for shape in engine.bucket_shapes())
     moved_bytes = purposes["parameters"]["sent"] + purposes["gradients"]["sent"]
-    assert moved_bytes == pytest.approx(expected * padded * (SIZE - 1) / SIZE, rel=1e-6)
+    shared = node_memory and engine.world.nodes == 1
+    sent = 0.0 if shared else expected * padded * (SIZE - 1) / SIZE
+    assert moved_bytes == pytest.approx(sent, rel=1e-6)
     assert purposes["buffers"]["calls"] == 0
 
 
@@ -490,10 +501,12 @@ def test_rank_0_wins_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_gathered_parameters(stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "node_memory"), [*((stage, True) for stage in STAGES), (3, False)]
+)
+def test_gathered_parameters(stage: int, node_memory: bool, dtype: str) -> None:
     torch.manual_seed(0)
-    engine = hpczero.Engine(TinyLM(), config(stage, dtype))
+    engine = hpczero.Engine(TinyLM(), {**config(stage, dtype), "node_memory": node_memory})
     engine.backward(engine(tokens(RANK)))
     engine.step()
     before = engine.full_state_dict()
@@ -508,9 +521,8 @@ def test_gathered_parameters(stage: int, dtype: str) -> None:
     after = engine.full_state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     with hpczero.GatheredParameters([weight], modifier_rank=root):
-        if root == RANK:
-            weight.data[0, :5] = 3.0
-            bias.data.fill_(9.0)  # not listed: stays as it was
+        weight.data[0, :5] = 3.0 if root == RANK else 4.0  # only the modifier's counts
+        bias.data.fill_(9.0)  # not listed: stays as it was
     after = engine.full_state_dict()
     if RANK == 0:
         expected = before["blocks.1.up.weight"].clone()
@@ -525,6 +537,23 @@ def test_gathered_parameters(stage: int, dtype: str) -> None:
     with hpczero.GatheredParameters(engine.module):
         mine = weight.detach().float().sum().item()
     assert engine.world.mean(mine) == pytest.approx(mine, rel=1e-6)
+
+
+@pytest.mark.parametrize("node_memory", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_that_is_dropped_is_gone(stage: int, node_memory: bool) -> None:
+    settings = {**config(stage, accumulation=2), "node_memory": node_memory}
+    engine = hpczero.Engine(TinyLM(recompute="reentrant"), settings)
+    for number in range(3):
+        engine.backward(engine(tokens(number)))
+        engine.step()
+    alive = [weakref.ref(thing) for thing in (engine, engine._runtime, engine.module.embed.weight)]
+    alive += [weakref.ref(bucket) for bucket in engine._runtime.buckets]
+    del engine
+    gc.collect()
+    hpczero.Engine(nn.Linear(3, 3), config(3))  # nobody carries anything of the first one
+    gc.collect()
+    assert [reference() for reference in alive if reference() is not None] == []
 
 
 def test_gathered_parameters_leaves_strangers_alone() -> None:

@@ -91,7 +91,7 @@ def test_a_deepspeed_script(tmp_path: Path) -> None:
     assert engine.global_steps == engine.micro_steps // 2
     assert engine.get_lr() == [0.01]
     assert engine.get_global_grad_norm() == engine.grad_norm > 0
-    assert (engine.global_rank, engine.local_rank) == (RANK, RANK)
+    assert (engine.global_rank, engine.local_rank) == (RANK, engine.world.local_rank)
 
 
 def test_the_loader_gives_each_sample_once_per_epoch_in_another_order() -> None:

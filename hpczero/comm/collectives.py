@@ -168,13 +168,16 @@ def reduce_scatter(
         MPI.Request.Waitall(requests)
         sources = [rows[peer] for peer in range(size)]
         sources[rank] = full[rank * count + start : rank * count + stop]
-        _sum(sources, out[start:stop], staging, divisor, add)
+        sum_blocks(sources, out[start:stop], staging, divisor, add)
 
 
-def _sum(
+def sum_blocks(
     sources: list[torch.Tensor], out: torch.Tensor, staging: Staging, divisor: int, add: bool
 ) -> None:
-    """Add the sources in order, blockwise, in float32 (float64 stays)."""
+    """Put the sum of sources, added in order, divided, into `out`, or add it there.
+
+    Blockwise, in float32 (float64 stays).
+    """
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total, widened = staging.sums(wide)
     for start, stop in pieces(out.numel(), WIRE_BLOCK):

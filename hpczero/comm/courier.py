@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,15 +17,12 @@ from mpi4py import MPI
 
 from hpczero.comm import collectives
 from hpczero.comm.collectives import Count, Staging, Traffic
+from hpczero.comm.node import NOWHERE, NodeMemory
 from hpczero.comm.timeline import Timeline
+from hpczero.comm.waiting import YIELD_SECONDS, wait_politely
+from hpczero.comm.windows import Windows
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
-
-YIELD_SECONDS = 1e-3
-CROWDED_YIELD_SECONDS = 5e-3
-"""Where ranks outnumber cores, those in step arrive later; yielding gives them the core."""
-SLEEP_SECONDS = 1e-4
-
 
 CAUSES = {
     "all_gather": "gather",
@@ -37,10 +34,18 @@ CAUSES = {
 """What a collective is in the timeline; others carry names only."""
 
 
+Places = list[tuple[int, int]]
+"""By rank, where in node memory the tensors of a collective lie."""
+
+_OUTSIDE = (NOWHERE, NOWHERE)
+_PLACES = struct.Struct("2q")
+
+
 class _Job(NamedTuple):
     signature: Signature
-    run: Callable[[], Any]
+    run: Callable[[Places], Any]
     future: Future[Any]
+    places: tuple[int, int]
 
 
 class Fate:
@@ -81,7 +86,9 @@ class Courier:
     """Carry collectives in the order of the calls, which must be the same on all ranks.
 
     Each method returns a Future at once and is called by all ranks; the tensors given must stay
-    alive and untouched until it is done. Costs one thread and one duplicated communicator.
+    alive and untouched until it is done. Where all ranks have theirs in `memory`, a node's that
+    holds all ranks, they are read where they lie; else they travel by messages. Costs one thread
+    and one duplicated communicator.
     A failed collective breaks the Courier and those that share its Fate: all that is waited for and
     every later call raise the same error.
     """
@@ -94,6 +101,7 @@ class Courier:
         fate: Fate | None = None,
         patience: float = YIELD_SECONDS,
         timeline: Timeline | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -108,7 +116,9 @@ class Courier:
         self._ended = time.monotonic()
         self.waits = False
         """Whether the collective under way waits for other ranks to come to it."""
-        self._records = np.empty((comm.size, SIGNATURE_BYTES), dtype=np.uint8)
+        self._memory = memory
+        self._windows = None if memory is None else Windows(self.comm, memory, patience)
+        self._records = np.empty((comm.size, SIGNATURE_BYTES + _PLACES.size), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hpczero-{name}", daemon=True)
         self._thread.start()
@@ -135,11 +145,17 @@ class Courier:
 
     def all_gather(self, cargo: Cargo, full: torch.Tensor, shard: torch.Tensor) -> Future[None]:
         """Fill `full` with the shards of all ranks."""
+
+        def look(windows: Windows, places: Places) -> None:
+            windows.all_gather(full, shard, [place for place, _ in places])
+
         return self._carry(
             "all_gather",
             cargo,
             full,
             lambda: collectives.all_gather(self.comm, full, shard, cargo.piece),
+            look,
+            places=self._places(shard, shard),
         )
 
     def reduce_scatter(
@@ -152,6 +168,11 @@ class Courier:
         add: bool = False,
     ) -> Future[None]:
         """Put the sum of this rank's slice of `full`, divided, into `out` (or add it there)."""
+
+        def look(windows: Windows, places: Places) -> None:
+            sources = [place for place, _ in places]
+            windows.reduce_scatter(full, out, sources, self.staging, divisor=divisor, add=add)
+
         return self._carry(
             "reduce_scatter",
             cargo,
@@ -159,6 +180,8 @@ class Courier:
             lambda: collectives.reduce_scatter(
                 self.comm, full, out, self.staging, divisor=divisor, add=add, piece=cargo.piece
             ),
+            look,
+            places=self._places(full, full),
         )
 
     def all_reduce(
@@ -171,6 +194,11 @@ class Courier:
         add: bool = False,
     ) -> Future[None]:
         """Put the sum of `full`, divided, into `out` on all ranks (or add it there)."""
+        target = full if out is None else out
+
+        def look(windows: Windows, places: Places) -> None:
+            windows.all_reduce(full, target, places, self.staging, divisor=divisor, add=add)
+
         return self._carry(
             "all_reduce",
             cargo,
@@ -179,11 +207,13 @@ class Courier:
                 self.comm,
                 full,
                 self.staging,
-                out=out,
+                out=target,
                 divisor=divisor,
                 add=add,
                 piece=cargo.piece,
             ),
+            look,
+            places=self._places(full, target),
             factor=2,
         )
 
@@ -214,16 +244,18 @@ class Courier:
 
     def exchange_objects(self, name: str, value: Any) -> Future[list[Any]]:
         """Return the (pickled, small) objects of all ranks, in rank order."""
-        return self._submit(Signature("exchange", name, 0, ""), lambda: self.comm.allgather(value))
+        return self._submit(
+            Signature("exchange", name, 0, ""), lambda _: self.comm.allgather(value)
+        )
 
     def gather_objects(self, name: str, value: Any) -> Future[list[Any] | None]:
         """Return the (pickled) objects of all ranks, in rank order, on rank 0, None elsewhere."""
         signature = Signature("gather objects", name, 0, "")
-        return self._submit(signature, lambda: self.comm.gather(value))
+        return self._submit(signature, lambda _: self.comm.gather(value))
 
     def meet(self, name: str) -> Future[None]:
         """Find all ranks at the same place in the queue, or name what each wants instead."""
-        return self._submit(Signature("meeting", name, 0, ""), lambda: None)
+        return self._submit(Signature("meeting", name, 0, ""), lambda _: None)
 
     # Life #
 
@@ -234,82 +266,89 @@ class Courier:
             future.set_result(None)
             return future
         self._closed = True
-        return self._submit(Signature(GOODBYE, self.name, 0, ""), lambda: None)
+        return self._submit(Signature(GOODBYE, self.name, 0, ""), lambda _: None)
 
     def _carry(
         self,
         collective: str,
         cargo: Cargo,
         full: torch.Tensor,
-        run: Callable[[], Any],
+        send: Callable[[], Any],
+        look: Callable[[Windows, Places], None] | None = None,
+        places: tuple[int, int] = _OUTSIDE,
         factor: int = 1,
     ) -> Future[Any]:
         size = self.comm.size
         nbytes = full.numel() * full.element_size()
         count = Count(1, factor * cargo.payload, factor * nbytes * (size - 1) // size)
 
-        def counted() -> Any:
-            result = run()
-            self._traffic.add(collective, cargo.purpose, count)
-            return result
+        def run(places: Places) -> Any:
+            if look is None or self._windows is None or any(NOWHERE in place for place in places):
+                result = send()
+                self._traffic.add(collective, cargo.purpose, count)
+                return result
+            look(self._windows, places)
+            self._traffic.add(collective, cargo.purpose, count._replace(sent=0))
+            return None
 
-        return self._submit(signature(collective, cargo, full), counted)
+        return self._submit(signature(collective, cargo, full), run, places)
 
-    def _submit(self, signature: Signature, run: Callable[[], Any]) -> Future[Any]:
-        job = _Job(signature, run, Future())
+    def _places(self, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
+        """Return where others find two tensors."""
+        if self._memory is None:
+            return _OUTSIDE
+        return self._memory.place(first), self._memory.place(second)
+
+    def _submit(
+        self,
+        signature: Signature,
+        run: Callable[[Places], Any],
+        places: tuple[int, int] = _OUTSIDE,
+    ) -> Future[Any]:
+        job = _Job(signature, run, Future(), places)
         self._fate.watch(job.future)
         self._queue.put(job)
         return job.future
 
     def _run(self) -> None:
-        while True:
-            job = self._queue.get()
-            if self.failure is not None:
-                continue  # its future has the error
-            self._at, self.waits = (job.signature, time.monotonic()), True
-            try:
-                name = job.signature.name
-                with self._timeline.span(self.name, name, "wait"):
-                    self._agree(job.signature)
-                with self._timeline.span(self.name, name, CAUSES.get(job.signature.collective, "")):
-                    result = job.run()
-            except BaseException as error:
-                self._fate.seal(error)
-            else:
-                with contextlib.suppress(InvalidStateError):
-                    job.future.set_result(result)
-                if job.signature.collective == GOODBYE:
-                    return
-            finally:
-                self._at, self.waits, self._ended = None, False, time.monotonic()
+        while self._carry_out(self._queue.get()):
+            pass  # in a method of its own, so that no tensor of the last one is kept while waiting
 
-    def _agree(self, signature: Signature) -> None:
-        """Compare signatures with all ranks before any data moves."""
+    def _carry_out(self, job: _Job) -> bool:
+        """Run a collective; tell whether more may come."""
+        if self.failure is not None:
+            return True  # its future has the error
+        self._at, self.waits = (job.signature, time.monotonic()), True
+        try:
+            name = job.signature.name
+            with self._timeline.span(self.name, name, "wait"):
+                places = self._agree(job.signature, job.places)
+            with self._timeline.span(self.name, name, CAUSES.get(job.signature.collective, "")):
+                result = job.run(places)
+        except BaseException as error:
+            self._fate.seal(error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                job.future.set_result(result)
+            return job.signature.collective != GOODBYE
+        finally:
+            self._at, self.waits, self._ended = None, False, time.monotonic()
+        return True
+
+    def _agree(self, signature: Signature, places: tuple[int, int] = _OUTSIDE) -> Places:
+        """Compare signatures with all ranks before any data moves; return where theirs lies."""
         self._number += 1
         if self.comm.size == 1:
-            return
-        record = signature.pack(self._number)
-        request = self.comm.Iallgather(record, self._records)
-        wait_politely(request, self._patience)
-        if bool((self._records == record).all()):
-            return
+            return [places]
+        mine = signature.pack(self._number)
+        record = np.frombuffer(mine.tobytes() + _PLACES.pack(*places), dtype=np.uint8)
+        wait_politely(self.comm.Iallgather(record, self._records), self._patience)
+        if bool((self._records[:, :SIGNATURE_BYTES] == mine).all()):
+            found = self._records[:, SIGNATURE_BYTES:].tobytes()
+            return [(first, second) for first, second in _PLACES.iter_unpack(found)]
         # Everyone has seen all records, so everyone comes here: safe to talk.
         calls: list[tuple[int, Signature]] = self.comm.allgather((self._number, signature))
         raise _disagreement(self.name, calls)
-
-
-def wait_politely(request: MPI.Request, patience: float = YIELD_SECONDS) -> None:
-    """Wait without taking the core from a rank that still computes.
-
-    A blocking call spins for as long as the last rank computes. Here: yield the core at every test
-    for `patience` seconds, in which ranks in step arrive, then sleep between tests.
-    """
-    end = time.perf_counter() + patience
-    while not request.Test():
-        if time.perf_counter() < end:
-            os.sched_yield()
-        else:
-            time.sleep(SLEEP_SECONDS)
 
 
 def _disagreement(name: str, calls: list[tuple[int, Signature]]) -> Disagreement:

@@ -15,9 +15,11 @@ from mpi4py import MPI
 
 from hpczero.comm import watch
 from hpczero.comm.collectives import Traffic
-from hpczero.comm.courier import CROWDED_YIELD_SECONDS, YIELD_SECONDS, Courier, Fate
+from hpczero.comm.courier import Courier, Fate
 from hpczero.comm.monitor import Monitor, timeout
+from hpczero.comm.node import open_node_memory
 from hpczero.comm.timeline import Timeline, offset, write
+from hpczero.comm.waiting import CROWDED_YIELD_SECONDS, YIELD_SECONDS
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
 
@@ -58,12 +60,18 @@ class World:
         self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        node = split_by_node(comm)
         self.local_rank: int = node.rank
         self.local_size: int = node.size
+        memory, reason = open_node_memory(node)
         node.Free()
         self.hosts: list[str] = comm.allgather(socket.gethostname())
         self.nodes: int = sum(comm.allgather(self.local_rank == 0))
+        reasons: list[str] = comm.allgather(reason)
+        self.node_memory = None if any(reasons) else memory
+        """Memory that all ranks of the node see; None if any node has none."""
+        self.no_node_memory = next((text for text in reasons if text), "")
+        """Why there is none."""
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
         self.timeline = Timeline()
@@ -87,7 +95,8 @@ class World:
     def _courier(self, name: str) -> Courier:
         crowded = self.local_size > len(os.sched_getaffinity(0))
         patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
-        return Courier(self.comm, name, self.traffic, self._fate, patience, self.timeline)
+        memory = self.node_memory if self.nodes == 1 else None
+        return Courier(self.comm, name, self.traffic, self._fate, patience, self.timeline, memory)
 
     @property
     def couriers(self) -> list[Courier]:
@@ -126,6 +135,13 @@ class World:
         """Copy a flat tensor from rank 0 to all ranks; all ranks call."""
         payload = tensor.numel() * tensor.element_size()
         self.gathers.broadcast(Cargo(purpose, purpose, payload), tensor).result()
+
+    def reclaim_node_memory(self) -> None:
+        """Give back what all ranks have freed of the node's shared memory; all ranks call."""
+        if self.node_memory is not None:
+            mine = (self.rank - self.local_rank, self.node_memory.freed.copy())
+            everyone = self.gathers.exchange_objects("freed node memory", mine).result()
+            self.node_memory.reclaim([freed for first, freed in everyone if first == mine[0]])
 
     def write_timeline(self, path: Path) -> None:
         """Write what all ranks have recorded, on rank 0's clock, into a file of rank 0's.
@@ -168,6 +184,25 @@ def _part(worlds: list[World]) -> None:
     for world in worlds:
         if world._monitor is not None:
             world._monitor.close()
+
+
+def split_by_node(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return the communicator of the ranks that share memory; all ranks of `comm` call.
+
+    HPCZERO_RANKS_PER_NODE=k makes nodes of k ranks out of each, to try what several nodes do.
+
+    Raises:
+        ValueError: it is set to anything but a positive number.
+    """
+    node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED))
+    text = os.environ.get("HPCZERO_RANKS_PER_NODE")
+    if text is None:
+        return node
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"HPCZERO_RANKS_PER_NODE: expected a positive number, found {text!r}")
+    pretended = cast("MPI.Intracomm", node.Split(node.rank // int(text)))
+    node.Free()
+    return pretended
 
 
 def _await_all(comm: MPI.Intracomm) -> None:

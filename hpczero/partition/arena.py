@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hpczero.comm.node import NodeMemory
+
 Kind = Literal["params", "grads", "states", "buffers"]
 
 
@@ -19,16 +21,24 @@ class Ledger:
         self._last = dict(self._now)
 
     def empty(
-        self, kind: Kind, numel: int, dtype: torch.dtype, used: int | None = None
+        self,
+        kind: Kind,
+        numel: int,
+        dtype: torch.dtype,
+        used: int | None = None,
+        memory: NodeMemory | None = None,
     ) -> torch.Tensor:
         """Return a new flat tensor that counts under `kind` as long as the Ledger lives.
 
-        Of its elements `used` count; the others are padding, which is a buffer.
+        Of its elements `used` count; the others are padding, which is a buffer. In `memory` the
+        other ranks of the node can look at it.
         """
         used = numel if used is None else used
         self.add(kind, used * dtype.itemsize)
         self.add("buffers", (numel - used) * dtype.itemsize)
-        return torch.empty(numel, dtype=dtype)
+        if memory is None:
+            return torch.empty(numel, dtype=dtype)
+        return memory.empty(numel * dtype.itemsize).view(dtype)
 
     def add(self, kind: Kind, nbytes: int) -> None:
         """Account bytes taken (or, negative, given back)."""
@@ -53,11 +63,12 @@ PATIENCE_SECONDS = 1.0
 class Arena:
     """Lend flat memory for local gradients, and take it back when their reduction is done.
 
-    Buffers are kept and lent again, so that a steady state allocates nothing.
+    Buffers are kept and lent again, so that a steady state allocates nothing. In `memory` the other
+    ranks of the node read them where they lie.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, memory: NodeMemory | None = None) -> None:
+        self._ledger, self._memory = ledger, memory
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, torch.Tensor] = {}
         self._busy: list[tuple[Future[Any], torch.Tensor]] = []
@@ -82,7 +93,7 @@ class Arena:
         else:
             # What is free is too small for anyone who asks like this again: don't hoard it.
             self._drop_free()
-            best = self._ledger.empty("buffers", nbytes, torch.uint8)
+            best = self._ledger.empty("buffers", nbytes, torch.uint8, memory=self._memory)
         self._lent[best.data_ptr()] = best
         return best[:nbytes].view(dtype)
 

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 
 import torch
 
+from hpczero.comm.collectives import Count
+from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
@@ -24,7 +26,9 @@ class Bucket:
     """Own the tensors of parameters that travel together (see [Note: the tensors of a bucket]).
 
     Created by all ranks together; rank 0's values win. Costs on each rank what `sizing` states for
-    the plan, and while gathered the full run in the compute dtype.
+    the plan, and while gathered the full run in the compute dtype. In a `memory` of all ranks, what
+    they reduce and publish is read where it lies, and sharded parameters are there once for all:
+    the shard is a slice of the full run, and a gather moves nothing.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Bucket:
         ledger: Ledger,
         arena: Arena,
         zero: ZeroOptimization,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.name = group.name
         self.params = [parameter for _, parameter in group.parameters]
@@ -45,13 +50,20 @@ class Bucket:
             [(name, tuple(parameter.shape)) for name, parameter in group.parameters], world.size
         )
         self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
-        self._gathers_needed = plan.params.scope == "world"
-        self._publishes = plan.states.scope == "world" and not self._gathers_needed
+        self._memory = memory
+        self._sharded = plan.params.scope == "world"
+        self.on_node = self._sharded and memory is not None
+        """Whether the ranks share one copy of the weights, which each updates a slice of."""
+        self.frees = self._sharded and not self.on_node
+        """Whether released weights are gone from here."""
+        self._publishes = plan.states.scope == "world" and not self._sharded
         self.held = 0
         """How many GatheredParameters forbid the release."""
         self.persistent = False
         """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
+        self._here = True
+        """Whether the weights can be read: gathered, and waited for."""
         self._classes = [type(parameter) for parameter in self.params]
         self._build(plan)
         if self.trainable:
@@ -66,26 +78,34 @@ class Bucket:
 
     def _build(self, plan: Plan) -> None:
         layout = self.layout
-        self.full = torch.zeros(layout.padded, dtype=self.dtype)
-        for slot, parameter in zip(layout.slots, self.params, strict=True):
-            self.full[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
-        self._world.gathers.broadcast(self._cargo("parameters", self.dtype), self.full).result()
+        if self._memory is None:
+            self.full = torch.zeros(layout.padded, dtype=self.dtype)
+        else:
+            take = self._memory.shared if self.on_node else self._memory.empty
+            self.full = take(self._full_bytes).view(self.dtype)
+        if not self.on_node or self._world.rank == 0:
+            for slot, parameter in zip(layout.slots, self.params, strict=True):
+                self.full[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
+        if self.on_node:
+            self._world.gathers.meet(f"weights of {self.name!r}").result()
+        else:
+            self._world.gathers.broadcast(self._cargo("parameters", self.dtype), self.full).result()
         for slot, parameter in zip(layout.slots, self.params, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
         own = slice(*self.own)
         self._aliases = self._count_aliases()
-        if self._gathers_needed:
+        self.gathered = True
+        if self.frees:
             self.shard = self._empty("params", self.own, self.dtype)
             self.shard.copy_(self.full[own])
             self._ledger.add("buffers", self._full_bytes)
-            self.gathered = True
-            self.release()
         else:
             self.shard = self.full[own]
-            payload = layout.numel * self.dtype.itemsize
-            self._ledger.add("params", payload)
-            self._ledger.add("buffers", self._full_bytes - payload)
-            self.gathered = True
+            mine = self.own if self._sharded else (0, layout.padded)
+            used = layout.used(*mine)
+            self._ledger.add("params", used * self.dtype.itemsize)
+            self._ledger.add("buffers", (mine[1] - mine[0] - used) * self.dtype.itemsize)
+        self.release()
 
     def _build_trainable(self, plan: Plan, precision: Precision) -> None:
         layout = self.layout
@@ -93,7 +113,7 @@ class Bucket:
         self.span = self._span(plan.states)
         """The interval of the flat run that this rank updates."""
         lo, hi = self.span
-        self.weights = self.shard if self._gathers_needed else self.full[lo:hi]
+        self.weights = self.shard if self._sharded else self.full[lo:hi]
         """The updated interval in the compute dtype."""
         master = precision.master(self.dtype)
         if master == self.dtype:
@@ -101,13 +121,20 @@ class Bucket:
         else:
             self.master = self._empty("states", self.span, master).copy_(self.weights)
         grads_lo, grads_hi = self._span(plan.grads)
-        self.grads = self._empty("grads", (grads_lo, grads_hi), precision.grads(self.dtype)).zero_()
+        whole = grads_hi - grads_lo == layout.padded and plan.grads.scope == "none"
+        self.grads = self._empty(
+            "grads",
+            (grads_lo, grads_hi),
+            precision.grads(self.dtype),
+            self._memory if whole else None,
+        ).zero_()
         self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
         """The reduced gradient of the updated interval."""
         own_lo, own_hi = self.own
         self.own_gradient = self.grads[own_lo - grads_lo : own_hi - grads_lo]
         """The reduced gradient of this rank's shard."""
-        self._accumulates = self.grads.numel() == layout.padded and plan.grads.scope == "none"
+        self._accumulates = whole
+        """Whether local gradients add up in `grads`, which the others then look at."""
         self._everywhere = plan.states.scope == "none"
         self._local_dtype = self.grads.dtype if self._accumulates else self.dtype
         self._local: torch.Tensor | None = None
@@ -119,9 +146,16 @@ class Bucket:
         self.reduced = False
         """Whether `grads` holds a reduced gradient of this step."""
 
-    def _empty(self, kind: Kind, span: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    def _empty(
+        self,
+        kind: Kind,
+        span: tuple[int, int],
+        dtype: torch.dtype,
+        memory: NodeMemory | None = None,
+    ) -> torch.Tensor:
         start, stop = span
-        return self._ledger.empty(kind, stop - start, dtype, self.layout.used(start, stop))
+        used = self.layout.used(start, stop)
+        return self._ledger.empty(kind, stop - start, dtype, used, memory)
 
     def _span(self, home: Home) -> tuple[int, int]:
         if home.scope == "none":
@@ -144,21 +178,26 @@ class Bucket:
         """Start to bring the whole bucket here; nothing where it is already."""
         if self.gathered:
             return
+        self.gathered = True
+        cargo = self._cargo("parameters", self.dtype)
+        if self.on_node:
+            self._world.traffic.add("all_gather", cargo.purpose, Count(1, cargo.payload, 0))
+            return
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._full_bytes)
             self._ledger.add("buffers", self._full_bytes)
-        self.gathered = True
-        cargo = self._cargo("parameters", self.dtype)
         self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
 
     def wait(self) -> None:
         """Wait until the gathered weights can be read."""
-        if self._ready is None:
+        if self._here:
             return
-        with self._world.timeline.span("program", self.name, "wait"):
-            self._ready.result()
-        self._ready = None
+        if self._ready is not None:
+            with self._world.timeline.span("program", self.name, "wait"):
+                self._ready.result()
+            self._ready = None
+        self._here = True
         for parameter, original in zip(self.params, self._classes, strict=True):
             parameter.__class__ = original
 
@@ -169,7 +208,7 @@ class Bucket:
         the next gather. While foreign views of it are alive it is kept, so that reading one is
         never reading freed memory; see `free`.
         """
-        if self._gathers_needed and self.gathered and not self.held and not self.persistent:
+        if self._sharded and self.gathered and not self.held and not self.persistent:
             self._forget()
             self.free()
 
@@ -187,13 +226,15 @@ class Bucket:
         if self._ready is not None:
             self._ready.result()  # the courier still writes into it
             self._ready = None
-        self.gathered = False
+        self.gathered = self._here = False
         for parameter in self.params:
             parameter.__class__ = ReleasedParameter
 
     def free(self) -> bool:
         """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
-        if self.gathered or self.persistent or self.full.untyped_storage().nbytes() == 0:
+        if self.gathered or self.persistent or not self.frees:
+            return True
+        if self.full.untyped_storage().nbytes() == 0:
             return True
         if self._count_aliases() > self._aliases:
             return False
@@ -339,7 +380,7 @@ class Bucket:
         """
         if self.trainable:
             (lo, hi), target = self.span, self.master
-        elif self._gathers_needed:
+        elif self._sharded:
             (lo, hi), target = self.own, self.shard
         else:
             (lo, hi), target = (0, self.layout.padded), self.full
@@ -352,16 +393,38 @@ class Bucket:
         if self.trainable and self.master.data_ptr() != self.weights.data_ptr():
             self.weights.copy_(self.master)
 
+    def part(self) -> torch.Tensor:
+        """Let changes of gathered weights stay on this rank; return a copy of what they are now."""
+        if self.on_node and self._memory is not None:
+            self._world.gathers.meet(f"GatheredParameters of {self.name!r}").result()
+            self._memory.part(self.full)
+        return self.full.clone()
+
+    def discard(self, before: torch.Tensor) -> None:
+        """Undo the changes since `part`, which returned `before`."""
+        if self.on_node and self._memory is not None:
+            self._memory.join(self.full)
+        else:
+            self.full.copy_(before)
+
     def adopt(self, before: torch.Tensor) -> None:
-        """Take over weights that were changed in `full`, where their bits differ from `before`."""
+        """Take over weights that all ranks have changed alike since `part` returned `before`.
+
+        Masters change only where bits of the weights did. All ranks call.
+        """
         lo, hi = self.span if self.trainable else self.own
         new = self.full[lo:hi]
         if self.trainable and self.master.dtype != self.dtype:
             bits = _BITS[self.dtype.itemsize]
             changed = new.view(bits) != before[lo:hi].view(bits)
             self.master[changed] = new[changed].to(self.master.dtype)
-        if self._gathers_needed:
-            own = slice(*self.own)
+        own = slice(*self.own)
+        if self.on_node and self._memory is not None:
+            mine = self.full[own].clone()
+            self._memory.join(self.full)
+            self.full[own].copy_(mine)
+            self._world.gathers.meet(f"changed weights of {self.name!r}").result()
+        elif self._sharded:
             self.shard.copy_(self.full[own])
 
     @property

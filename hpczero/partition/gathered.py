@@ -52,7 +52,7 @@ class GatheredParameters:
         for key, (bucket, runtime) in self._runtimes.items():
             bucket.held += 1
             runtime.use(bucket)
-            self._before[key] = bucket.full.clone()
+            self._before[key] = bucket.part()
 
     def __exit__(
         self,
@@ -66,7 +66,7 @@ class GatheredParameters:
             if error is None and self._modifier_rank is not None:
                 runtime.broadcast_full(bucket, self._modifier_rank, before, self._members[key])
             else:
-                bucket.full.copy_(before)
+                bucket.discard(before)
             bucket.held -= 1
             if not runtime.running:
                 runtime.release_all()

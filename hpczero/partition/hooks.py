@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -49,13 +50,30 @@ class Unit:
         return sum(bucket.layout.padded for bucket in self.buckets)
 
 
-@dataclass(frozen=True, slots=True)
 class Member:
-    """Know where a parameter belongs; the Owner that a released parameter asks."""
+    """Know where a parameter belongs; the Owner that a released parameter asks.
 
-    name: str
-    bucket: Bucket
-    runtime: Runtime
+    Knows it weakly: the modules' hooks keep bucket and runtime. OWNERS and the parameters' hooks,
+    through which Python's collector doesn't see, would keep them and the parameters for ever.
+    """
+
+    def __init__(self, name: str, bucket: Bucket, runtime: Runtime) -> None:
+        self.name = name
+        self._bucket, self._runtime = weakref.ref(bucket), weakref.ref(runtime)
+
+    @property
+    def bucket(self) -> Bucket:
+        """Return the parameter's bucket."""
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
+
+    @property
+    def runtime(self) -> Runtime:
+        """Return what drives the parameter's model."""
+        runtime = self._runtime()
+        assert runtime is not None
+        return runtime
 
     def touch(self) -> bool:
         """Gather the parameter if the model is running; tell whether its weights are here now."""
@@ -120,9 +138,7 @@ class Runtime:
         for bucket, stays in zip(self.buckets, stay, strict=True):
             bucket.persistent = stays and not bucket.gathered
         self._storages = {
-            bucket.full.untyped_storage()._cdata: bucket
-            for bucket in self.buckets
-            if not bucket.gathered
+            bucket.full.untyped_storage()._cdata: bucket for bucket in self.buckets if bucket.frees
         }
         self._install()
 
@@ -134,9 +150,9 @@ class Runtime:
                 for index, (slot, parameter) in enumerate(
                     zip(bucket.layout.slots, bucket.params, strict=True)
                 ):
-                    OWNERS[parameter] = Member(slot.name, bucket, self)
+                    OWNERS[parameter] = member = Member(slot.name, bucket, self)
                     if bucket.trainable:
-                        hook = self._grad_hook(bucket, index, slot.name)
+                        hook = self._grad_hook(member, index)
                         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -180,16 +196,20 @@ class Runtime:
 
         return post_forward
 
-    def _grad_hook(self, bucket: Bucket, index: int, name: str) -> Callable[..., None]:
+    def _grad_hook(self, member: Member, index: int) -> Callable[..., None]:
         def take_grad(parameter: torch.Tensor) -> None:
-            if not self._in_backward:
-                self.stray = name
-                return
-            if bucket.take_grad(index):
-                self._keep_or_release(bucket, self._backward.ahead())
-                self.reducer.close(bucket)
+            member.runtime._take_grad(member, index)
 
         return take_grad
+
+    def _take_grad(self, member: Member, index: int) -> None:
+        if not self._in_backward:
+            self.stray = member.name
+            return
+        bucket = member.bucket
+        if bucket.take_grad(index):
+            self._keep_or_release(bucket, self._backward.ahead())
+            self.reducer.close(bucket)
 
     # Forward #
 

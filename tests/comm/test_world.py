@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from mpi4py import MPI
@@ -16,7 +18,11 @@ def test_world_is_made_once_per_communicator(world_comm: MPI.Intracomm) -> None:
     world = World.of(world_comm)
     assert World.of(world_comm) is world
     assert (world.rank, world.size) == (world_comm.rank, world_comm.size)
-    assert (world.nodes, world.local_size) == (1, world_comm.size)
+    node = int(os.environ.get("HPCZERO_RANKS_PER_NODE", world.size))
+    assert world.nodes == -(-world.size // node)
+    assert world.local_rank == world.rank % node
+    assert world.local_size == min(node, world.size - world.rank // node * node)
+    assert world.node_memory is not None
     assert len(world.hosts) == world.size
     assert world.mean(float(world.rank)) == sum(range(world.size)) / world.size
     objects = world.gather_objects(("rank", world.rank))

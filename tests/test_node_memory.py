@@ -1,0 +1,206 @@
+"""Ranks of one node share memory: the same bits, fewer bytes, and no surprise."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launch import environment, launcher
+from models import Squared, TinyLM, features, lm_loss
+from mpi4py import MPI
+from reference import assert_same_bits, config, train
+from torch import nn
+
+import hpczero
+from hpczero.comm.world import World
+from hpczero.errors import Disagreement
+
+SIZE, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+SHM = Path("/dev/shm")
+
+one_node = pytest.mark.skipif(
+    "HPCZERO_RANKS_PER_NODE" in os.environ, reason="these ranks pretend to be on several nodes"
+)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_changes_no_bit(stage: int, dtype: str, accumulation: int) -> None:
+    settings = config(stage, dtype, accumulation, clip=0.05)
+    assert_same_bits(
+        [train(TinyLM, lm_loss, {**settings, "node_memory": use}) for use in (True, False)]
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+@one_node
+def test_the_weights_are_there_once(world_comm: MPI.Intracomm) -> None:
+    width, layers = 512, 8
+    memory = World.of(world_comm).node_memory
+    assert memory is not None
+
+    def held() -> int:
+        world_comm.Barrier()
+        blocks = os.fstat(memory.file).st_blocks
+        world_comm.Barrier()
+        return blocks * 512
+
+    def build() -> hpczero.Engine:
+        blocks = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        return hpczero.Engine(Squared(blocks), config(3, "bf16"), world_comm)
+
+    gc.collect()
+    World.of(world_comm).reclaim_node_memory()
+    before = held()
+    engine = build()
+    weights = 2 * width * width * layers
+    rounding = layers * mmap.PAGESIZE
+    assert 0 <= held() - before - weights <= rounding
+    for _ in range(2):
+        engine.backward(engine(features(RANK, width)))
+        engine.step()
+    slots = held() - before - weights
+    # Of gradients there are at most two in flight and one being filled.
+    assert 0 < slots <= SIZE * 3 * (2 * width * width + mmap.PAGESIZE) + rounding
+    assert engine.memory()["params"] == pytest.approx(weights / SIZE, rel=0.01)
+    assert engine.memory()["buffers"] - engine.memory()["params"] < weights  # nothing is gathered
+    del engine
+    gc.collect()
+    again = build()
+    assert 0 <= held() - before - weights <= rounding  # what the first one had is given back
+    del again
+
+
+@pytest.mark.mpi
+def test_weights_are_read_only_outside_gathered_parameters() -> None:
+    for use in (True, False):
+        engine = hpczero.Engine(TinyLM(), {**config(3), "node_memory": use})
+        weight = engine.module.norm.weight
+        with pytest.raises(RuntimeError, match=r"'norm.weight'.* wrap the access in"):
+            weight.data.mul_(2)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"'norm.weight'.* wrap"):
+            weight.mul_(2)
+
+
+class Branching(nn.Module):
+    """Skip a block where asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.mpi(min_size=2)
+@one_node
+def test_an_odd_branch_is_named_before_any_weight_changes(world_comm: MPI.Intracomm) -> None:
+    comm = world_comm.Dup()  # the error breaks its World
+    torch.manual_seed(0)
+    engine = hpczero.Engine(Branching(), config(3), comm)
+    before = engine.full_state_dict()
+    weight = engine.module.blocks[2].weight
+    start = time.monotonic()
+    engine.backward(engine(features(RANK), 1 if RANK == SIZE - 1 else -1))
+    with pytest.raises(Disagreement, match=r"step 1, entry 2\).*\n.*blocks.1 in forward") as raised:
+        engine.step()
+    assert time.monotonic() - start < 2
+    assert f"rank {SIZE - 1}: blocks.2 in forward" in str(raised.value)
+    engine._runtime._gather(engine._runtime.buckets[2])
+    bucket = next(b for b in engine._runtime.buckets if b.name == "blocks.2")
+    found = bucket.full[: weight.numel()].view(weight.shape)
+    if RANK == 0:
+        assert torch.equal(found, before["blocks.2.weight"])
+
+
+@pytest.mark.mpi
+def test_a_node_without_it_sends_messages_and_says_so(
+    world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(world_comm.Dup())
+    monkeypatch.setattr(world, "node_memory", None)
+    monkeypatch.setattr(world, "no_node_memory", "rank 0 of the node: no file in memory: no room")
+    monkeypatch.setattr(World, "of", lambda comm: world)
+    with caplog.at_level(logging.WARNING, "hpczero"):
+        run = train(TinyLM, lm_loss, config(3))
+    told = "send messages: no node memory (rank 0 of the node: no file in memory: no room)"
+    assert (told in caplog.text) == (RANK == 0 and world.nodes == 1)
+    monkeypatch.undo()
+    assert_same_bits([run, train(TinyLM, lm_loss, config(3))])
+    world.close()
+
+
+def test_pretended_nodes_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "two", ""):
+        monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", text)
+        with pytest.raises(ValueError, match="HPCZERO_RANKS_PER_NODE: expected a positive number"):
+            World(MPI.COMM_SELF.Dup())
+
+
+PROGRAM = """
+import torch, hpczero
+from torch import nn
+engine = hpczero.Engine(nn.Linear(300, 300), {"zero_optimization": {"stage": 3}})
+while True:
+    engine.backward(engine(torch.randn(8, 300)).square().mean())
+    engine.step()
+    if engine.global_steps == 3 and engine.rank == 0:
+        print("trains", flush=True)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_run_leaves_nothing_behind() -> None:
+    before = set(SHM.iterdir())
+    job = subprocess.Popen(
+        [launcher(), "-n", "2", sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment({}),
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    while "trains" not in (line := job.stdout.readline()):
+        assert line, "the job has ended"
+    mine = sharing()
+    assert len(mine) >= 2
+    for process in mine:
+        os.kill(process, signal.SIGKILL)
+    os.killpg(job.pid, signal.SIGKILL)
+    job.communicate()
+    while any(process in mine for process in sharing()):
+        time.sleep(0.01)
+    left = set(SHM.iterdir()) - before
+    foreign = re.compile("mpich|vader|osc|sm_segment|ucx|pmix|prte|smsc", re.IGNORECASE)  # MPI's
+    assert [path.name for path in left if not foreign.search(path.name)] == []
+
+
+def sharing() -> set[int]:
+    """Return the processes that have node memory of the program open."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            program = (process / "cmdline").read_bytes()
+            files = [os.readlink(file) for file in (process / "fd").iterdir()]  # noqa: PTH115
+        except OSError:
+            continue
+        if PROGRAM.encode() in program and any("memfd:hpczero" in file for file in files):
+            found.add(int(process.name))
+    return found
