@@ -21,19 +21,19 @@ _MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
 _MPI += "print(MPI.Get_library_version())"
 
 
-def record(benchmark: str, rows: Any, *, ranks: int = 1, **content: Any) -> dict[str, Any]:
+def record(benchmark: str, rows: Any, *, launched: int = 1, **content: Any) -> dict[str, Any]:
     """Return a result with all FIELDS; costs a second, for the processes that it asks.
 
     Args:
         benchmark: the name.
         rows: what was measured.
-        ranks: of the mpiexec that started this process; 1 means none did.
+        launched: ranks that mpiexec started, this one among them; 1 means plain python.
         content: what else was set or found.
     """
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "command": command(ranks),
+        "command": command(launched),
         "commit": commit(),
         "dirty": dirty(),
         "machine": machine(),
