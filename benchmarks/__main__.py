@@ -1,10 +1,10 @@
 """List, run and tabulate the benchmarks.
 
-    python -m benchmarks list
-    python -m benchmarks run                     # all of them, into benchmarks/results
-    python -m benchmarks run step-small-fp32 adam
-    python -m benchmarks run --quick --results /tmp/x
-    python -m benchmarks page                    # docs/results.md anew from benchmarks/results
+python -m benchmarks list
+python -m benchmarks run                     # all of them, into benchmarks/results
+python -m benchmarks run step-small-fp32 adam
+python -m benchmarks run --quick --results /tmp/x
+python -m benchmarks page                    # docs/results.md anew from benchmarks/results
 """
 
 from __future__ import annotations

@@ -228,6 +228,7 @@ class Sampler(threading.Thread):
         self.peak = 0
 
     def run(self) -> None:
+        """Sample for ever."""
         while True:
             self.peak = max(self.peak, pss())
             time.sleep(0.1)
@@ -308,7 +309,7 @@ def main() -> None:
     batches = data.Batches(data.load(None, Alone()), seq=shape.seq, batch=args.batch, seed=0)
     others = held()
     contender = CONTENDERS[args.name](gpt.GPT(shape, 0), args.dtype == "bf16")
-    number, answer = 0, {"ready": True}
+    number, answer = 0, dict[str, Any](ready=True)
     while True:
         print(json.dumps(answer), file=orders, flush=True)
         order = orders.readline().strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -76,10 +77,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, of MPI and of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "hpczero", "mpi4py", "h5py", "deepspeed"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     # In a process of its own: this one may be a driver, which must not become a rank.
     told = subprocess.run([sys.executable, "-c", _MPI], capture_output=True, text=True)
     lines = told.stdout.splitlines()

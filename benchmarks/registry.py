@@ -67,12 +67,8 @@ BENCHMARKS = {
         _scaling(1),
         _scaling(2),
         _scaling(4),
-        Benchmark(
-            "startup", "startup", quick=("--rounds", "1", "--launches", "1"), minutes=6
-        ),
-        Benchmark(
-            "adam", "adam", quick=("--count", "1000000", "--rounds", "2"), minutes=0.5
-        ),
+        Benchmark("startup", "startup", quick=("--rounds", "1", "--launches", "1"), minutes=6),
+        Benchmark("adam", "adam", quick=("--count", "1000000", "--rounds", "2"), minutes=0.5),
         Benchmark(
             "checkpoint",
             "checkpoint",

@@ -1,12 +1,12 @@
 """Measure how training scales: a run at each world size, and a command that joins them.
 
-    for n in 1 2 4; do mpiexec -n $n python -m benchmarks.scaling run --out DIR/scaling-$n.json; done
+    mpiexec -n 2 python -m benchmarks.scaling run --out DIR/scaling-2.json
     python -m benchmarks.scaling join DIR
 
-Weak: each rank has the same micro-batch at any world size. Strong: the global batch is the same, and
-the ranks share it. FLOP per step are counted by the usual convention, whatever is really computed:
-6 x parameters x tokens, and 12 x layers x hidden x seq x tokens for attention, not halved for its
-being causal; all parameters count, embeddings too; recomputation doesn't.
+Weak: each rank has the same micro-batch at any world size. Strong: the global batch is the same,
+and the ranks share it. FLOP per step are counted by the usual convention, whatever is really
+computed: 6 x parameters x tokens, and 12 x layers x hidden x seq x tokens for attention, not halved
+for its being causal; all parameters count, embeddings too; recomputation doesn't.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "scaling"  # the same numbers give the same file
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for mode in MODES:
         points = [
             (result["ranks"], result["rows"][mode]["tokens_per_second"])
@@ -171,7 +171,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     left.legend()
     more: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
     figure.savefig(path, **more)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def main() -> None:

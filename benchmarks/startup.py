@@ -94,13 +94,14 @@ def main() -> None:
             if number:  # the first fills the page cache and writes bytecode
                 samples[name].append(taken)
     imports: dict[str, Any] = {}
-    for name, taken in samples.items():
+    for name, each in samples.items():
+        seconds = [one[0] for one in each]
         imports[name] = {
-            "median": statistics.median(seconds for seconds, _, _ in taken),
-            "files_opened": taken[0][1],
-            "modules": taken[0][2],
+            "median": statistics.median(seconds),
+            "files_opened": each[0][1],
+            "modules": each[0][2],
             "system_calls": system_calls(statements[name]),
-            "seconds": [seconds for seconds, _, _ in taken],
+            "seconds": seconds,
         }
         row = imports[name]
         print(
@@ -115,8 +116,8 @@ def main() -> None:
             with Job(name, setting) as job:
                 launches[name].append(job.step()["since_launch"])
     first_steps = {
-        name: {"median": statistics.median(seconds), "seconds": seconds}
-        for name, seconds in launches.items()
+        name: {"median": statistics.median(taken), "seconds": taken}
+        for name, taken in launches.items()
     }
     for name, first in first_steps.items():
         print(f"first step of {name:25}{first['median']:7.3f} s", flush=True)
