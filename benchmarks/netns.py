@@ -75,9 +75,16 @@ class Nodes:
     mpiexec: str
 
     def run(
-        self, ranks: int, *argv: str, env: Mapping[str, str] | None = None, timeout: float = 600
+        self,
+        ranks: int,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        timeout: float = 600,
     ) -> None:
         """Run a command as one job with so many ranks on each node, and wait for its end.
+
+        Its output goes into `log`, if given.
 
         Raises:
             CalledProcessError: the job failed.
@@ -86,13 +93,16 @@ class Nodes:
         hosts = ",".join(f"{address}:{ranks}" for address in ADDRESSES)
         launch = ["-launcher", "ssh", "-launcher-exec", str(self.launcher)]
         where = ["-localhost", ADDRESSES[0], "-hosts", hosts, "-n", str(ranks * len(ADDRESSES))]
-        subprocess.run(
-            ["ip", "netns", "exec", self.names[0], self.mpiexec, *launch, *where, *argv],
-            check=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT, **(env or {})},
-            timeout=timeout,
-        )
+        with log.open("w") if log else contextlib.nullcontext() as output:
+            subprocess.run(
+                ["ip", "netns", "exec", self.names[0], self.mpiexec, *launch, *where, *argv],
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                env={**os.environ, **ENVIRONMENT, **(env or {})},
+                timeout=timeout,
+            )
 
     def wire(self) -> str:
         """Return how the wire is limited, in tc's words."""
@@ -188,17 +198,22 @@ def _remove_dead() -> None:
 
 def _remove(name: str) -> None:
     """Kill what runs in a namespace and remove it, with its end of the wire, if it is there."""
-    if not Path("/run/netns", name).exists():
+    path = Path("/run/netns", name)
+    if not path.exists():
         return
-    for _ in range(100):  # what has just been started may start more
-        pids = _ip("ip", "netns", "pids", name).split()
-        if not pids:
-            break
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.02)
-    _ip("ip", "netns", "delete", name)
+    try:
+        for _ in range(100):  # what has just been started may start more
+            pids = _ip("ip", "netns", "pids", name).split()
+            if not pids:
+                break
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.02)
+        _ip("ip", "netns", "delete", name)
+    except subprocess.CalledProcessError:
+        if path.exists():  # else another run was faster
+            raise
 
 
 def _ip(*argv: str) -> str:

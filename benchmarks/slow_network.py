@@ -252,11 +252,19 @@ def link() -> tuple[dict[str, Any], int]:
 
 
 def launch(nodes: netns.Nodes, python: str, *argv: str) -> list[dict[str, Any]]:
-    """Run this file on the nodes, and return what each rank wrote."""
+    """Run this file on the nodes, and return what each rank wrote.
+
+    Raises:
+        RuntimeError: the job failed or was late; with the end of what it printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         env = {"PYTHONPATH": str(HERE.parent), "DS_ACCELERATOR": "cpu"}
         env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it misses the names of the nodes
-        nodes.run(RANKS, python, str(Path(__file__)), "--out", folder, *argv, env=env)
+        log = Path(folder, "log")
+        try:
+            nodes.run(RANKS, python, str(Path(__file__)), "--out", folder, *argv, env=env, log=log)
+        except subprocess.SubprocessError as error:
+            raise RuntimeError(f"{argv}: {log.read_text()[-4000:]}") from error
         paths = [Path(folder, f"rank{rank}.json") for rank in range(2 * RANKS)]
         return [json.loads(path.read_text()) for path in paths]
 
