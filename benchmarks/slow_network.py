@@ -1,11 +1,12 @@
 """Time stage 3 on two nodes joined by a slow network, beside FSDP2 and DeepSpeed.
 
-    python benchmarks/slow_network.py --rounds 5 --steps 10 --out slow_network.json
+    python -m benchmarks.slow_network --rounds 3 --steps 10
 
 As root, with MPICH; the nodes are network namespaces of this machine, 2 ranks on each (netns.py).
 DeepSpeed is taken from this Python, or from --deepspeed-python. Every contender is a job of its
 own; they take turns, so that a noisy machine troubles all alike. What crosses the wire is counted
-by its device, for all contenders alike: bytes of both directions less headers, each step.
+by its device, for all contenders alike: bytes of both directions less headers, each step. The floor
+trains alike without communication: what is above it is the price of the network.
 
 In bf16 ours and FSDP2 reduce gradients in float32, DeepSpeed in bf16. All free what they gathered
 after forward and gather it again for backward, unless --keep says that it stays.
@@ -14,204 +15,169 @@ after forward and gather it again for backward, unless --keep says that it stays
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import netns
-import torch
-from machine import cpu
-from torch import distributed as dist
+from benchmarks import machine, netns
+from benchmarks.contenders import (
+    FLOOR,
+    LR,
+    Alone,
+    Contender,
+    floor,
+    gloo,
+    launched_rank,
+    loop,
+    module,
+)
 
-from hpczero import data
-from hpczero.gpt import GPT, PRESETS
-
-LR = 1e-4
 WARMUP = 2
 RANKS = 2  # on each node
 ALL = 10**9  # elements: more than there are
-HERE = Path(__file__).parent
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to train, as one rank sees it."""
-
-    step: Step
-    """Return the loss of this rank."""
-    meet: Callable[[], object]
-    """Wait for all ranks."""
-    sender: data.Sender
-    version: str
-    traffic: Callable[[], object] = lambda: None
-    """Return what the contender itself says that the last step moved."""
+# All imports below are late, as in contenders.py: a rank loads what its contender needs.
 
 
-class Peers:
-    """Send by torch.distributed."""
-
-    def __init__(self) -> None:
-        os.environ |= {
-            "RANK": os.environ["PMI_RANK"],
-            "WORLD_SIZE": os.environ["PMI_SIZE"],
-            "LOCAL_RANK": os.environ["MPI_LOCALRANKID"],
-        }
-        dist.init_process_group("gloo")
-        self.rank = dist.get_rank()
-
-    def broadcast(self, tensor: torch.Tensor, purpose: str) -> None:
-        """Copy a flat tensor from rank 0 to all ranks."""
-        dist.broadcast(tensor, 0)
+def alone(model: Any, half: bool, keep: bool) -> Contender:
+    """Return a plain loop without communication."""
+    gloo()  # to meet
+    return floor(model, half)
 
 
-def hpczero(model: GPT, half: bool, keep: bool) -> Contender:
+def fsdp2(model: Any, half: bool, keep: bool) -> Contender:
+    """Return torch's fully_shard of every block, with its fused AdamW."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    gloo()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    return loop(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+
+def deepspeed(model: Any, half: bool, keep: bool) -> Contender:
+    """Return DeepSpeed with torch's fused AdamW, as its own would be compiled first."""
+    import deepspeed
+    import deepspeed.ops
+    import torch
+
+    deepspeed.ops.__compatible_ops__ = {}  # nor is its all-reduce compiled
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    if not keep:
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": 1,  # says nothing: the loop gives the batches
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": half},
+            "zero_optimization": zero,
+            "steps_per_print": ALL,
+        },
+    )
+    return engine_loop(engine, lambda: None)
+
+
+def hpczero(model: Any, half: bool, keep: bool) -> Contender:
     """Return ours."""
     import hpczero
-    from hpczero.comm.world import World
 
-    world = World.of()
-    zero = {"stage": 3, "stage3_max_reuse_distance": ALL if keep else 0}
     engine = hpczero.Engine(
         model,
         {
-            "zero_optimization": zero,
+            "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": ALL if keep else 0},
             "bf16": {"enabled": half},
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         },
     )
+    return engine_loop(engine, lambda: int(engine.traffic()["sent"]))
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(tokens, targets)
+
+def engine_loop(engine: Any, sent: Callable[[], int | None]) -> Contender:
+    def backward(tokens: Any, targets: Any) -> Any:
+        loss = engine(tokens, targets)
         engine.backward(loss)
-        engine.step()
         return loss
 
-    version = f"{hpczero.__version__}, {world.library}"
-    return Contender(step, lambda: world.mean(0.0), world, version, engine.traffic)
+    return Contender(backward, engine.step, sent)
 
 
-def fsdp2(model: GPT, half: bool, keep: bool) -> Contender:
-    """Return torch's fully_shard of every block, with its fused AdamW."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    peers = Peers()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(tokens, targets)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Contender(step, dist.barrier, peers, torch.__version__)
-
-
-def deepspeed(model: GPT, half: bool, keep: bool) -> Contender:
-    """Return DeepSpeed, with torch's fused AdamW, as its own would be compiled first."""
-    ops: Any = importlib.import_module("deepspeed.ops")
-    ops.__compatible_ops__ = {}  # nor is its all-reduce
-    module = importlib.import_module("deepspeed")
-    peers = Peers()
-    module.init_distributed("gloo")
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    if not keep:
-        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "bf16": {"enabled": half},
-        "gradient_clipping": 0.0,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    engine = module.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return Contender(step, dist.barrier, peers, module.__version__)
-
-
-CONTENDERS: dict[str, Callable[[GPT, bool, bool], Contender]] = {
+CONTENDERS: dict[str, Callable[[Any, bool, bool], Contender]] = {
+    FLOOR: alone,
+    "FSDP2": fsdp2,
+    "DeepSpeed": deepspeed,
     "hpczero": hpczero,
-    "fsdp2": fsdp2,
-    "deepspeed": deepspeed,
 }
 
 
-# One rank #
+# ---- what a rank does
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """Train, and write this rank's samples into args.out."""
-    if args.rank_of == "link":
-        result, rank = link()
+    """Write this rank's samples into args.out."""
+    result = link() if args.rank_of == "link" else train(args)
+    (args.out / f"rank{launched_rank()}.json").write_text(json.dumps(result))
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS)}
+    data, gpt = module("data"), module("gpt")
+    shape = gpt.PRESETS[args.model]
+    batches = data.Batches(data.load(None, Alone()), seq=shape.seq, batch=args.batch, seed=0)
+    contender = CONTENDERS[args.rank_of](gpt.GPT(shape, 0), args.dtypes == ["bf16"], args.keep)
+    import torch.distributed
+
+    if args.rank_of == "hpczero":
+        from hpczero.comm.world import World
+
+        world = World.of()
+        assert world.local_size == RANKS
+
+        def meet() -> None:
+            world.mean(0.0)
     else:
-        result, rank = train(args)
-    (args.out / f"rank{rank}.json").write_text(json.dumps(result))
-
-
-def train(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    shape = PRESETS[args.model]
-    contender = CONTENDERS[args.rank_of](GPT(shape, 0), args.dtypes == ["bf16"], args.keep)
-    rank, size = contender.sender.rank, int(os.environ["PMI_SIZE"])
-    batches = data.Batches(
-        data.load(None, contender.sender), seq=shape.seq, batch=args.batch, seed=0
-    )
+        meet = torch.distributed.barrier
     seconds, losses, crossed = [], [], []
     for number in range(WARMUP + args.steps):
         batch = batches.micro_batch(number * size + rank)
         before = netns.payload()  # the others wait for this rank
-        contender.meet()
+        meet()
         start = time.perf_counter()
-        loss = contender.step(*batch)
-        contender.meet()  # all end with the slowest
+        loss = contender.backward(*batch)
+        contender.update()
+        meet()  # all end with the slowest
         seconds.append(time.perf_counter() - start)
         crossed.append(netns.payload() - before)
         losses.append(float(loss.detach()))
-    result = {
-        "seconds": seconds,
-        "losses": losses,
-        "payload": crossed,
-        "version": contender.version,
-        "traffic": contender.traffic(),
-        "threads": torch.get_num_threads(),
-    }
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return result, rank
+    result = {"seconds": seconds, "losses": losses, "payload": crossed, "sent": contender.sent()}
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return result
 
 
-def link() -> tuple[dict[str, Any], int]:
+def link() -> dict[str, Any]:
     """Measure what MPI makes of the wire and of a node: by ping-pong, and by one all-gather."""
+    import numpy as np
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)  # freed at the end of the job
     assert node.size == RANKS, f"{node.size} ranks on this node, not {RANKS}"
-    large = torch.zeros(1 << 26, dtype=torch.uint8).numpy()
+    large = np.zeros(1 << 26, np.uint8)
 
     def ping_pong(peer: int, nbytes: int, repeats: int) -> list[float]:
         """Return the seconds of one way between rank 0 and another."""
@@ -245,10 +211,10 @@ def link() -> tuple[dict[str, Any], int]:
         "seconds": time.perf_counter() - start,
         "payload": netns.payload() - before,
     }
-    return result, world.rank
+    return result
 
 
-# The job #
+# ---- the jobs
 
 
 def launch(nodes: netns.Nodes, python: str, *argv: str) -> list[dict[str, Any]]:
@@ -257,38 +223,40 @@ def launch(nodes: netns.Nodes, python: str, *argv: str) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: the job failed or was late; with the end of what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        env = {"PYTHONPATH": str(HERE.parent), "DS_ACCELERATOR": "cpu"}
-        env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it misses the names of the nodes
-        log = Path(folder, "log")
+    root = str(Path(__file__).parents[1])
+    ranks = RANKS * len(nodes.names)
+    env = {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "WORLD_SIZE": str(ranks),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it misses the names of the nodes
+    }
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        log, command = Path(folder, "log"), [python, "-m", "benchmarks.slow_network", *argv]
         try:
-            nodes.run(RANKS, python, str(Path(__file__)), "--out", folder, *argv, env=env, log=log)
+            nodes.run(RANKS, *command, "--out", folder, env=env, log=log)
         except subprocess.SubprocessError as error:
-            raise RuntimeError(f"{argv}: {log.read_text()[-4000:]}") from error
-        paths = [Path(folder, f"rank{rank}.json") for rank in range(2 * RANKS)]
-        return [json.loads(path.read_text()) for path in paths]
+            raise RuntimeError(f"{argv} failed:\n{log.read_text()[-4000:]}") from error
+        return [json.loads(Path(folder, f"rank{n}.json").read_text()) for n in range(ranks)]
 
 
 def row(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the figures of one contender from its rounds; times and payload are rank 0's."""
     seconds = [x for ranks in rounds for x in ranks[0]["seconds"][WARMUP:]]
     crossed = [x for ranks in rounds for x in ranks[0]["payload"][WARMUP:]]
-    sent = [ranks["traffic"]["sent"] for ranks in rounds[0] if ranks["traffic"]]
+    sent = [rank["sent"] for rank in rounds[0]]
     return {
         "median": statistics.median(seconds),
         "min": min(seconds),
         "max": max(seconds),
         "payload_per_step": statistics.median(crossed),
-        "sent_per_step": sum(sent) if sent else None,
+        "sent_by_all_ranks_per_step": None if None in sent else sum(sent),
         "losses": [statistics.mean(x) for x in zip(*(r["losses"] for r in rounds[0]), strict=True)],
-        "version": rounds[0][0]["version"],
-        "threads_per_rank": rounds[0][0]["threads"],
-        "traffic_of_rank_0": rounds[0][0]["traffic"],
         "rounds": [
             {
                 "seconds": ranks[0]["seconds"],
                 "payload": ranks[0]["payload"],
-                "losses": [r["losses"] for r in ranks],
+                "losses_of_ranks": [rank["losses"] for rank in ranks],
             }
             for ranks in rounds
         ],
@@ -298,7 +266,7 @@ def row(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark, or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=PRESETS, default="small")
+    parser.add_argument("--model", default="small")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank in a step")
@@ -307,26 +275,28 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="gathered parameters until backward")
     parser.add_argument("--rate", default="1gbit", help="of each direction, in tc's words")
     parser.add_argument("--deepspeed-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=machine.RESULTS / "slow_network.json")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        return rank_main(args)
+        rank_main(args)
+        return
 
     pythons = dict.fromkeys(args.contenders, sys.executable)
-    if "deepspeed" in pythons:
-        find = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
-        pythons["deepspeed"] = args.deepspeed_python
-        if subprocess.run([args.deepspeed_python, "-c", find], check=False).returncode:
-            print(f"deepspeed is left out: {args.deepspeed_python} hasn't got it")
-            del pythons["deepspeed"]
+    if "DeepSpeed" in pythons:
+        pythons["DeepSpeed"] = args.deepspeed_python
+        deepspeed_version = version(args.deepspeed_python)
+        if deepspeed_version is None:
+            print(f"DeepSpeed is left out: {args.deepspeed_python} hasn't got it")
+            del pythons["DeepSpeed"]
     size = ["--model", args.model, "--batch", str(args.batch), "--steps", str(args.steps)]
     turns = [(name, dtype) for dtype in args.dtypes for name in pythons]
     samples: dict[str, list[list[dict[str, Any]]]] = {f"{n} {d}": [] for n, d in turns}
     with netns.two_nodes(args.rate) as nodes:
         wire = {"tc": nodes.wire(), **launch(nodes, sys.executable, "--rank-of", "link")[0]}
         for number in range(args.rounds):
-            for name, dtype in turns[number:] + turns[:number]:  # none is always first
+            first = number % len(turns)  # none is always first
+            for name, dtype in turns[first:] + turns[:first]:
                 more = ["--rank-of", name, "--dtypes", dtype, *(["--keep"] if args.keep else [])]
                 samples[f"{name} {dtype}"].append(launch(nodes, pythons[name], *size, *more))
     rows = {name: row(rounds) for name, rounds in samples.items()}
@@ -336,37 +306,30 @@ def main() -> None:
             f"{figures['payload_per_step'] / 1e6:6.1f} MB on the wire  "
             f"loss {figures['losses'][0]:.4f} -> {figures['losses'][-1]:.4f}"
         )
-    result = {
-        "benchmark": "slow_network",
-        "command": shlex.join(sys.argv),
-        "model": args.model,
-        "parameters": sum(p.numel() for p in GPT(PRESETS[args.model], 0).parameters()),
-        "nodes": len(nodes.names),
-        "ranks_per_node": RANKS,
-        "micro_batch": args.batch,
-        "keeps_gathered": args.keep,
-        "warmup_steps_per_round": WARMUP,
-        "wire": wire,
-        "machine": {"cpu": cpu(), "cores": os.cpu_count(), "host": platform.machine()},
-        "commit": commit(),
-        "versions": {
-            "torch": torch.__version__,
-            "mpi4py": importlib.metadata.version("mpi4py"),
-            "mpich": importlib.metadata.version("mpich"),
-            **{name: figures["version"] for name, figures in rows.items()},
-        },
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return None
+    gpt = module("gpt")
+    result = machine.record(
+        "slow_network",
+        rows,
+        model=args.model,
+        parameters=sum(p.numel() for p in gpt.GPT(gpt.PRESETS[args.model], 0).parameters()),
+        nodes=len(nodes.names),
+        ranks_per_node=RANKS,
+        threads_per_rank=1,
+        micro_batch=args.batch,
+        keeps_gathered=args.keep,
+        warmup_steps_per_round=WARMUP,
+        wire=wire,
+    )
+    if "DeepSpeed" in pythons:
+        result["versions"]["deepspeed"] = deepspeed_version
+    machine.write(args.out, result)
 
 
-def commit() -> str:
-    """Return the commit that was measured, with a + if files differ from it."""
-    words = ["git", "-C", str(HERE), "describe", "--always", "--abbrev=10", "--dirty=+"]
-    done = subprocess.run([*words, "--exclude=*"], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+def version(python: str) -> str | None:
+    """Return the version of a Python's DeepSpeed, None if it has none."""
+    code = "import importlib.metadata as m; print(m.version('deepspeed'))"
+    told = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return told.stdout.strip() or None
 
 
 if __name__ == "__main__":
