@@ -202,15 +202,16 @@ def link() -> dict[str, Any]:
             "bytes_per_second_of_64_MiB": large.nbytes
             / statistics.median(ping_pong(peer, large.nbytes, 5)),
         }
-    world.Barrier()
-    before, start = netns.payload(), time.perf_counter()
-    world.Barrier()
-    world.Allgather(MPI.IN_PLACE, large)
-    world.Barrier()
-    result["all_gather_of_64_MiB"] = {
-        "seconds": time.perf_counter() - start,
-        "payload": netns.payload() - before,
-    }
+    gathers = result["all_gather_of_64_MiB"] = []
+    for _ in range(3):
+        world.Barrier()
+        before, start = netns.payload(), time.perf_counter()
+        world.Barrier()
+        world.Allgather(MPI.IN_PLACE, large)
+        world.Barrier()
+        seconds = time.perf_counter() - start
+        gathers.append({"seconds": seconds, "payload": netns.payload() - before})
+        assert gathers[-1]["payload"] >= large.nbytes, "MPI found a way past the wire"
     return result
 
 
