@@ -2,7 +2,8 @@
 
     python -m benchmarks.slow_network --rounds 3 --steps 10
 
-As root, with MPICH; the nodes are network namespaces of this machine, 2 ranks on each (netns.py).
+As root, with MPICH; the nodes are network namespaces of this machine, 2 ranks on each (netns.py);
+exits with 77 and the reason where there can't be any.
 DeepSpeed is taken from this Python, or from --deepspeed-python. Every contender is a job of its
 own; they take turns, so that a noisy machine troubles all alike. What crosses the wire is counted
 by its device, for all contenders alike: bytes of both directions less headers, each step. The floor
@@ -334,4 +335,8 @@ def version(python: str) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except netns.CannotError as error:
+        print(error, file=sys.stderr)
+        sys.exit(netns.CANNOT)
