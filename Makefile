@@ -29,7 +29,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_hwloc_base_binding_policy := none
 export OMPI_MCA_mpi_yield_when_idle := 1
 
-.PHONY: help setup train test torture run check sizes clean
+.PHONY: help setup train test torture run check bench sizes clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -72,6 +72,12 @@ check: setup ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The peers: DeepSpeed is installed beside torch, which has the others.
+bench: setup ## run BENCHMARKS="name ..." (all: more than an hour), and make docs/results.md
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[bench]"
+	$(BIN)/python -m benchmarks run $(BENCHMARKS)
+	$(BIN)/python -m benchmarks page
 
 sizes: ## lines of Python per folder
 	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | awk '$$2 != "total" \

@@ -1,6 +1,6 @@
 """Time Adam's update with bf16 gradients in and bf16 weights out, beside a sweep over memory.
 
-    python benchmarks/adam.py --out adam.json
+    python -m benchmarks.adam --out adam.json
 
 An update reads 14 bytes and writes 14 per parameter. The sweep adds a number in place to as many
 bytes: no update can be faster. Contenders take turns; what counts are the ratios of medians.
@@ -11,9 +11,6 @@ its casts are counted.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +19,7 @@ from typing import Any
 
 import torch
 
-import hpczero
+from benchmarks import machine
 from hpczero.gpu import adam, reference
 from hpczero.gpu.reference import AdamStep
 
@@ -127,17 +124,15 @@ def main() -> None:
                 f"{row['of_the_sweep']:7.2f} of the sweep  ours / it {row['ours_over_it']:5.2f}",
                 flush=True,
             )
-    result = {
-        "benchmark": "adam",
-        "parameters": args.count,
-        "bytes_per_parameter": BYTES,
-        "kernel": adam.kernel_name(),
-        "machine": {"cores": os.cpu_count(), "host": platform.machine()},
-        "versions": {"torch": torch.__version__, "hpczero": hpczero.__version__},
-        "rows": rows,
-    }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = machine.record(
+            "adam",
+            rows,
+            parameters=args.count,
+            bytes_per_parameter=BYTES,
+            kernel=adam.kernel_name(),
+        )
+        machine.write(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time checkpoints beside dd, fio, torch.save and torch.distributed.checkpoint.
 
-    mpiexec -n 2 python benchmarks/checkpoint.py --dir /scratch/x --out checkpoint.json
+    mpiexec -n 2 python -m benchmarks.checkpoint --dir /scratch/x --out checkpoint.json
 
 All write what the Engine's ranks write at stage 3 (weights and two moments in float32: 1 GB for the
 medium GPT), all flush it to the disk, and all read it with the page cache dropped; they take turns,
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -22,15 +21,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import torch
 import torch.distributed
-from machine import cpu
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import hpczero
+from benchmarks import machine
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.comm.world import World
 from hpczero.gpt import GPT, PRESETS
@@ -283,46 +281,28 @@ def main() -> None:
         f"asynchronous save: blocks for {lost['blocked_over_synchronous']:.0%} of a synchronous one"
         f", with the slower steps {lost['blocked_and_slower_steps_over_synchronous']:.0%}"
     )
-    result = {
-        "benchmark": "checkpoint",
-        "model": args.model,
-        "stage": 3,
-        "bytes": samples[0]["bytes"],
-        "ranks": world.size,
-        "threads_per_rank": torch.get_num_threads(),
-        "flushed": "all saves end with fsync of every file",
-        "page_cache": "dropped before every load (posix_fadvise), as resident bytes show; what the "
-        "host of a virtual disk caches is unknown",
-        "machine": {
-            "cpu": cpu(),
-            "cores": os.cpu_count(),
-            "host": platform.machine(),
-            "file_system": file_system(args.dir),
-        },
-        "commit": commit(),
-        "versions": {
-            "torch": torch.__version__,
-            "hpczero": hpczero.__version__,
-            "h5py": h5py.__version__,
-            "mpi": world.library,
-        },
-        "rows": rows,
-    }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = machine.record(
+            "checkpoint",
+            rows,
+            launched=world.size,
+            model=args.model,
+            stage=3,
+            bytes=samples[0]["bytes"],
+            ranks=world.size,
+            threads_per_rank=torch.get_num_threads(),
+            flushed="all saves end with fsync of every file",
+            page_cache="dropped before every load (posix_fadvise), as resident bytes show; what "
+            "the host of a virtual disk caches is unknown",
+            file_system=file_system(args.dir),
+        )
+        machine.write(args.out, result)
 
 
 def file_system(path: Path) -> str:
     """Return the kind of file system and its device."""
     found = command("findmnt", "--noheadings", "--output", "FSTYPE,SOURCE", "--target", str(path))
     return " ".join(found.split())
-
-
-def commit() -> str:
-    """Return the commit that was measured, with a + if files differ from it."""
-    here = str(Path(__file__).parent)
-    words = ["describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
-    return command("git", "-C", here, *words).strip()
 
 
 if __name__ == "__main__":

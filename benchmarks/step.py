@@ -1,148 +1,137 @@
-"""Time a training step at each stage beside a plain torch loop that doesn't communicate.
+"""Time a training step of hpczero and of its peers beside a plain loop that doesn't communicate.
 
-    mpiexec -n 2 python benchmarks/step.py --model small --dtype fp32 --out step.json
+    python -m benchmarks.step --model medium --dtype fp32 --out step-medium-fp32.json
 
-The floor is the same model, data and precision on every rank, with torch's fused AdamW and without
-any communication. Floor and stages take turns, so that a noisy machine troubles all alike; what
-counts is the ratio of medians.
+Every contender is a job of its own. One job of the floor lives all the time; each contender is
+launched, warms up, and then takes turns with the floor, a step each: what counts is the median over
+these pairs of the ratio of the two. Memory is measured in runs of their own, alone on the machine
+and not timed. Peers are explained in contenders.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import importlib.util
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-from machine import cpu
+from benchmarks import machine
+from benchmarks.contenders import CONTENDERS, FLOOR, module
+from benchmarks.jobs import Job, Setting
 
-import hpczero
-from hpczero import data
-from hpczero.comm.world import World
-from hpczero.gpt import GPT, PRESETS
-from hpczero.train import share_cores
-
-LR = 1e-4
-WARMUP = 2
-
-Step = Callable[[torch.Tensor, torch.Tensor], float]
+MEMORY_STEPS = 4
 
 
-def plain(model: GPT, half: bool) -> Step:
-    """Return a step of plain torch, with float32 masters where compute is bf16."""
-    if half:
-        model = model.bfloat16()
-    params = list(model.parameters())
-    masters = [p.detach().float().requires_grad_() for p in params] if half else params
-    optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = model(tokens, targets)
-        loss.backward()
-        if half:
-            for master, param in zip(masters, params, strict=True):
-                assert param.grad is not None
-                master.grad = param.grad.float()
-                param.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        if half:
-            for master, param in zip(masters, params, strict=True):
-                param.data.copy_(master.data)
-        return float(loss.item())
-
-    return step
+def pairs(name: str, floor: Job, setting: Setting, warmup: int, steps: int) -> dict[str, Any]:
+    """Launch a contender, and time it and the floor in turns."""
+    with Job(name, setting) as job:
+        losses = [job.step()["loss"] for _ in range(warmup)]
+        floor.step()  # it has slept meanwhile
+        theirs, floors = [], []
+        for number in range(steps):
+            if number % 2:  # neither is always the first
+                floors.append(floor.step())
+            theirs.append(job.step())
+            if not number % 2:
+                floors.append(floor.step())
+    return {
+        "seconds": [x["seconds"] for x in theirs],
+        "floor_seconds": [x["seconds"] for x in floors],
+        "losses": losses + [x["loss"] for x in theirs],
+        "sent": [x["sent"] for x in theirs],
+    }
 
 
-def sharded(model: GPT, half: bool, stage: int) -> Step:
-    """Return a step of the Engine."""
-    engine = hpczero.Engine(
-        model,
-        {
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": half},
-            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-        },
-    )
+def memory(name: str, setting: Setting) -> dict[str, Any]:
+    """Return the bytes of each rank, alone on the machine."""
+    with Job(name, setting, watch=True) as job:
+        building = [x["peak"] for x in job.ask("peak")]
+        for _ in range(MEMORY_STEPS):
+            job.step()
+        stepping = [x["peak"] for x in job.ask("peak")]
+        held = [x["held"] for x in job.ask("held")]
+    return {"peak_pss_building": building, "peak_pss": stepping, "held": held}
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
 
-    return step
+def summary(rounds: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """Return medians of the samples of all rounds."""
+    seconds = [x for each in rounds for x in each["seconds"]]
+    floors = [x for each in rounds for x in each["floor_seconds"]]
+    ratios = [mine / other for mine, other in zip(seconds, floors, strict=True)]
+    return {
+        "median": statistics.median(seconds),
+        "min": min(seconds),
+        "max": max(seconds),
+        "over_floor": statistics.median(ratios),
+        "over_floor_quartiles": quartiles(ratios),
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "sent": statistics.median(x for each in rounds for x in each["sent"]),
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    if len(values) < 2:
+        return values * 2
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
 
 
 def main() -> None:
-    """Run the benchmark; all ranks call."""
+    """Run the benchmark; starts the jobs itself."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=PRESETS, default="small")
+    parser.add_argument("--model", default="small")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    setting = Setting.of(args.model, args.dtype, args.batch, args.ranks)
+    names = [name for name in args.contenders if available(name)]
+    gpt = module("gpt")
+    shape = gpt.PRESETS[args.model]
+    tokens = args.ranks * args.batch * shape.seq
 
-    world = World.of()
-    share_cores(world)
-    shape, half = PRESETS[args.model], args.dtype == "bf16"
-    batches = data.Batches(data.load(None, world), seq=shape.seq, batch=args.batch, seed=0)
-    contenders = {"plain torch, no communication": plain(GPT(shape, 0), half)}
-    for stage in args.stages:
-        contenders[f"stage {stage}"] = sharded(GPT(shape, 0), half, stage)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(WARMUP + args.steps):
-        batch = batches.micro_batch(number * world.size + world.rank)
-        for name, step in contenders.items():
-            world.mean(0.0)  # all start together
-            start = time.perf_counter()
-            loss = step(*batch)
-            world.mean(0.0)  # and end with the slowest
-            seconds[name].append(time.perf_counter() - start)
-            losses[name].append(world.mean(loss))
-    floor = statistics.median(seconds["plain torch, no communication"][WARMUP:])
-    rows = {
-        name: {
-            "median": statistics.median(samples[WARMUP:]),
-            "min": min(samples[WARMUP:]),
-            "max": max(samples[WARMUP:]),
-            "over_floor": statistics.median(samples[WARMUP:]) / floor,
-            "samples": samples,
-            "losses": losses[name],
-        }
-        for name, samples in seconds.items()
-    }
-    result = {
-        "benchmark": "step",
-        "model": args.model,
-        "parameters": sum(p.numel() for p in GPT(shape, 0).parameters()),
-        "dtype": args.dtype,
-        "ranks": world.size,
-        "threads_per_rank": torch.get_num_threads(),
-        "micro_batch": args.batch,
-        "machine": {"cpu": cpu(), "host": platform.machine()},
-        "versions": {
-            "torch": torch.__version__,
-            "hpczero": hpczero.__version__,
-            "mpi": world.library,
-        },
-        "rows": rows,
-    }
-    if world.rank == 0:
-        for name, row in rows.items():
-            print(
-                f"{name:32} {row['median']:.3f} s  {row['over_floor']:.2f} x floor  "
-                f"({row['min']:.3f} .. {row['max']:.3f})"
-            )
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with Job(FLOOR, setting) as floor:
+        for _ in range(args.warmup):
+            floor.step()
+        for number in range(args.rounds):
+            for name in names[number % 2 :] + names[: number % 2]:
+                rounds[name].append(pairs(name, floor, setting, args.warmup, args.steps))
+    rows = {}
+    for name, each in rounds.items():
+        rows[name] = summary(each, tokens) | memory(name, setting) | {"rounds": each}
+        row = rows[name]
+        print(
+            f"{name:32}{row['median']:8.3f} s ({row['min']:.3f} .. {row['max']:.3f})"
+            f"{row['over_floor']:6.2f} x floor  {row['sent'] / 1e6:8.1f} MB sent"
+            f"{max(row['held']) / 1e6:8.1f} MB held{max(row['peak_pss']) / 1e6:8.0f} MB PSS"
+            f"  loss {each[0]['losses'][-1]:.6f}",
+            flush=True,
+        )
+    if args.out:
+        result = machine.record(
+            "step",
+            rows,
+            model=args.model,
+            parameters=sum(p.numel() for p in gpt.GPT(shape, 0).parameters()),
+            dtype=args.dtype,
+            ranks=args.ranks,
+            threads_per_rank=setting.threads,
+            micro_batch=args.batch,
+            seq=shape.seq,
+            absent=[name for name in args.contenders if name not in names],
+        )
+        machine.write(args.out, result)
+
+
+def available(name: str) -> bool:
+    return not name.startswith("DeepSpeed") or importlib.util.find_spec("deepspeed") is not None
 
 
 if __name__ == "__main__":

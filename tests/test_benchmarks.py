@@ -1,0 +1,63 @@
+"""The page of results says what the results say, and every benchmark runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+from benchmarks import page
+from benchmarks.machine import FIELDS, RESULTS
+from benchmarks.registry import BENCHMARKS
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    text = page.PAGE.read_text()
+    assert page.render(text, RESULTS) == text, "python -m benchmarks page makes it anew"
+
+
+def test_every_table_is_on_the_page() -> None:
+    assert sorted(page.markers(page.PAGE.read_text())) == sorted(page.TABLES)
+
+
+def test_every_benchmark_has_a_table() -> None:
+    assert {name for _, names in page.TABLES.values() for name in names} == {*BENCHMARKS}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_result_says_how_it_came_about(name: str) -> None:
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert set(FIELDS) <= set(result)
+    assert {"cpu", "cores", "memory"} <= set(result["machine"])
+    assert {"python", "torch", "hpczero", "mpi"} <= set(result["versions"])
+    assert samples(result["rows"]) > 1
+
+
+def samples(rows: object) -> int:
+    """Count the times in the lists of a result."""
+    if isinstance(rows, list) and all(isinstance(item, float) for item in rows):
+        return len(rows)
+    parts = rows.values() if isinstance(rows, dict) else rows if isinstance(rows, list) else ()
+    return sum(map(samples, parts))
+
+
+def test_a_missing_result_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="step-small-fp32"):
+        page.render(page.PAGE.read_text(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    if name == "checkpoint" and not (shutil.which("fincore") and shutil.which("findmnt")):
+        pytest.skip("needs fincore and findmnt")
+    out = tmp_path / f"{name}.json"
+    command = BENCHMARKS[name].command(out, quick=True)
+    env = environment({})
+    subprocess.run(command, check=True, cwd=ROOT, env=env, capture_output=True, timeout=590)
+    assert set(FIELDS) <= set(json.loads(out.read_text()))
