@@ -37,7 +37,7 @@ help: ## say what there is to make
 
 setup: $(READY) ## prepare .venv: torch for CPUs, an MPI where there is none, this package
 
-$(READY): pyproject.toml setup.py hpczero/gpu/adam_cpu.cpp hpczero/gpu/adam.h
+$(READY): pyproject.toml setup.py hpczero/floats.h $(wildcard hpczero/*/*.cpp hpczero/*/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/ready-*
 	$(BIN)/pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"

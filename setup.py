@@ -1,20 +1,33 @@
-"""Build the CPU's Adam where there is a compiler; its twin in torch gives the same bits without."""
+"""Build the CPU's kernels where there is a compiler; their twins in torch give the same bits."""
 
 from setuptools import Extension, setup
 
+
+def kernel(name, source, *headers, openmp=False):
+    """Return a library of plain C functions that is left out where it can't be built."""
+    flags = ["-fopenmp"] if openmp else []
+    return Extension(
+        name,
+        [source],
+        depends=["hpczero/floats.h", *headers],
+        # No contraction: a fused multiply-add would round otherwise than the twin does.
+        extra_compile_args=[
+            "-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+            *flags,
+        ],
+        extra_link_args=flags,
+        optional=True,
+    )  # fmt: skip
+
+
 setup(
     ext_modules=[
-        Extension(
+        kernel(
             "hpczero.gpu._adam_cpu",
-            ["hpczero/gpu/adam_cpu.cpp"],
-            depends=["hpczero/gpu/adam.h"],
-            # No contraction: a fused multiply-add would round otherwise than the twin does.
-            extra_compile_args=[
-                "-O3", "-std=c++17", "-fopenmp",
-                "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-            ],
-            extra_link_args=["-fopenmp"],
-            optional=True,
-        )
+            "hpczero/gpu/adam_cpu.cpp",
+            "hpczero/gpu/adam.h",
+            openmp=True,
+        ),
+        kernel("hpczero.comm._sum_cpu", "hpczero/comm/sum_cpu.cpp"),
     ]
-)  # fmt: skip
+)

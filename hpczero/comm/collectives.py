@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpczero.comm.sums import sum_into
 from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
 from hpczero.sizing import WIRE_BLOCK, wire_piece
 
@@ -168,31 +169,7 @@ def reduce_scatter(
         MPI.Request.Waitall(requests)
         sources = [rows[peer] for peer in range(size)]
         sources[rank] = full[rank * count + start : rank * count + stop]
-        sum_blocks(sources, out[start:stop], staging, divisor, add)
-
-
-def sum_blocks(
-    sources: list[torch.Tensor], out: torch.Tensor, staging: Staging, divisor: int, add: bool
-) -> None:
-    """Put the sum of sources, added in order, divided, into `out`, or add it there.
-
-    Blockwise, in float32 (float64 stays).
-    """
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    total, widened = staging.sums(wide)
-    for start, stop in pieces(out.numel(), WIRE_BLOCK):
-        block, extra = total[: stop - start], widened[: stop - start]
-        block.copy_(sources[0][start:stop])
-        for source in sources[1:]:
-            term = source[start:stop]
-            block.add_(term if term.dtype == wide else extra.copy_(term))
-        if divisor != 1:
-            block.div_(divisor)
-        target = out[start:stop]
-        if not add:
-            target.copy_(block)
-        else:
-            target.add_(block if out.dtype == wide else block.to(out.dtype))
+        sum_into(out[start:stop], sources, staging.sums, divisor, add)
 
 
 def all_reduce(

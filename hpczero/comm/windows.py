@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from hpczero.comm.collectives import Staging, sum_blocks
+from hpczero.comm.collectives import Staging
 from hpczero.comm.node import NodeMemory
+from hpczero.comm.sums import sum_into
 from hpczero.comm.waiting import wait_politely
 
 
@@ -56,7 +57,7 @@ class Windows:
             self._memory.look(place + begin * item, out.numel() * item).view(full.dtype)
             for place in places
         ]
-        sum_blocks(sources, out, staging, divisor, add)
+        sum_into(out, sources, staging.sums, divisor, add)
         self._leave()
 
     def all_reduce(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hpczero import compiled
 from hpczero.gpu import reference
 from hpczero.gpu.reference import TILE, AdamStep
 
@@ -96,12 +97,8 @@ def _name(tensor: torch.Tensor) -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    found = sorted(Path(__file__).parent.glob("_adam_cpu*.so"))
-    if not found:
-        return None
-    try:
-        library = ctypes.CDLL(str(found[0]))
-    except OSError:  # built for another machine
+    library = compiled.library(str(Path(__file__).parent), "_adam_cpu")
+    if library is None:
         return None
     library.instruction_set.restype = ctypes.c_char_p
     return library

@@ -1,46 +1,15 @@
 // The update of adam.h for the CPU: each type of gradient and weight, for each instruction set.
 #include <cstdint>
-#include <cstring>
 
 #include "adam.h"
-
-#if defined(CLONES)  // given: the tests build one for each instruction set
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
+#include "../floats.h"
 
 namespace {
 
 constexpr int64_t TILE = 65536;
 
-struct bf16 {
-  uint16_t bits;
-};
-
-HPCZERO_INLINE float widen(float x) { return x; }
-HPCZERO_INLINE double widen(double x) { return x; }
-HPCZERO_INLINE float widen(_Float16 x) { return (float)x; }
-HPCZERO_INLINE float widen(bf16 x) {
-  uint32_t bits = (uint32_t)x.bits << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-HPCZERO_INLINE void narrow(float x, float& out) { out = x; }
-HPCZERO_INLINE void narrow(double x, double& out) { out = x; }
-HPCZERO_INLINE void narrow(float x, _Float16& out) { out = (_Float16)x; }
-HPCZERO_INLINE void narrow(float x, bf16& out) {  // to the nearest, ties to even; as c10::BFloat16
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  uint16_t rounded = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-  out.bits = x != x ? (uint16_t)0x7fc0u : rounded;
-}
-
 template <bool DECAYS, bool WRITES, typename T, typename G, typename W>
-HPCZERO_INLINE void run(W* __restrict__ weights, T* __restrict__ master,
+ALWAYS_INLINE void run(W* __restrict__ weights, T* __restrict__ master,
                         const G* __restrict__ gradient, T* __restrict__ moment1,
                         T* __restrict__ moment2, int64_t count, const AdamConstants<T>& given) {
   const AdamConstants<T> c = given;

@@ -1,0 +1,49 @@
+// The sum of a reduction: sources added in order in the wide type, divided, rounded once.
+#include "../floats.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 1024;  // the running sums stay in the first cache
+
+template <typename W, typename S, typename R>
+ALWAYS_INLINE void run(const S* const* sources, int ranks, R* out, int64_t count,
+                       W divisor, bool add) {
+  W sums[BLOCK];
+  for (int64_t start = 0; start < count; start += BLOCK) {
+    int64_t size = count - start < BLOCK ? count - start : BLOCK;
+    const S* __restrict__ first = sources[0] + start;
+    for (int64_t i = 0; i < size; ++i) sums[i] = (W)widen(first[i]);
+    for (int rank = 1; rank < ranks; ++rank) {
+      const S* __restrict__ next = sources[rank] + start;
+      for (int64_t i = 0; i < size; ++i) sums[i] += (W)widen(next[i]);
+    }
+    if (divisor != 1)
+      for (int64_t i = 0; i < size; ++i) sums[i] /= divisor;
+    R* target = out + start;
+    for (int64_t i = 0; i < size; ++i) {
+      R rounded;
+      narrow(sums[i], rounded);
+      if (add) narrow((W)(widen(target[i]) + widen(rounded)), rounded);
+      target[i] = rounded;
+    }
+  }
+}
+
+}  // namespace
+
+// sum_<sources>_<out>; `out` may be a source.
+#define KERNEL(NAME, W, S, R)                                                                   \
+  extern "C" CLONES void NAME(const S* const* sources, int ranks, R* out, int64_t count,        \
+                              W divisor, int add) {                                             \
+    if (add)                                                                                    \
+      run<W>(sources, ranks, out, count, divisor, true);                                        \
+    else                                                                                        \
+      run<W>(sources, ranks, out, count, divisor, false);                                       \
+  }
+
+KERNEL(sum_float32_float32, float, float, float)
+KERNEL(sum_bfloat16_bfloat16, float, bf16, bf16)
+KERNEL(sum_bfloat16_float32, float, bf16, float)
+KERNEL(sum_float16_float16, float, _Float16, _Float16)
+KERNEL(sum_float16_float32, float, _Float16, float)
+KERNEL(sum_float64_float64, double, double, double)

@@ -1,0 +1,81 @@
+"""The sum of a reduction: compiled where it was built, else its twin in torch with the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpczero import compiled
+from hpczero.comm.wire import pieces
+from hpczero.sizing import WIRE_BLOCK
+
+Scratch = Callable[[torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""Return two blocks of WIRE_BLOCK elements, for the twin."""
+
+
+def sum_into(
+    out: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scratch: Scratch,
+    divisor: int = 1,
+    add: bool = False,
+) -> None:
+    """Put the sum of flat sources of one dtype, added in order, divided, into `out`, or add it.
+
+    Sums in float32 (float64 stays) and rounds once, before it adds. `out` may be a source. One pass
+    over memory on one thread, which doesn't hold Python's lock.
+    """
+    kernel = _kernel(f"sum_{_name(sources[0])}_{_name(out)}")
+    if kernel is None:
+        _twin(out, sources, scratch, divisor, add)
+        return
+    wide = ctypes.c_double if out.dtype == torch.float64 else ctypes.c_float
+    kernel(
+        (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources)),
+        ctypes.c_int(len(sources)),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(out.numel()),
+        wide(divisor),
+        ctypes.c_int(add),
+    )
+
+
+def _twin(
+    out: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scratch: Scratch,
+    divisor: int,
+    add: bool,
+) -> None:
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    total, widened = scratch(wide)
+    for start, stop in pieces(out.numel(), WIRE_BLOCK):
+        block, extra = total[: stop - start], widened[: stop - start]
+        block.copy_(sources[0][start:stop])
+        for source in sources[1:]:
+            term = source[start:stop]
+            block.add_(term if term.dtype == wide else extra.copy_(term))
+        if divisor != 1:
+            block.div_(divisor)
+        target = out[start:stop]
+        if not add:
+            target.copy_(block)
+        else:
+            target.add_(block if out.dtype == wide else block.to(out.dtype))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    kernel: Any = getattr(compiled.library(str(Path(__file__).parent), "_sum_cpu"), name, None)
+    if kernel is not None:
+        kernel.restype = None
+    return kernel

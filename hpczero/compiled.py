@@ -1,0 +1,15 @@
+"""Load what was compiled at install, where there was a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+
+def library(folder: str, stem: str) -> ctypes.CDLL | None:
+    """Return the shared library of this stem beside a module; None where it wasn't built."""
+    path = next(Path(folder).glob(f"{stem}*.so"), None)
+    try:
+        return None if path is None else ctypes.CDLL(str(path))
+    except OSError:  # built for another machine
+        return None

@@ -1,0 +1,107 @@
+"""The compiled sum gives the bits of its twin in torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT
+
+from hpczero import compiled
+from hpczero.comm import sums
+from hpczero.comm.collectives import Staging
+
+PAIRS = [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float16),
+    (torch.float16, torch.float32), (torch.float64, torch.float64),
+]  # fmt: skip
+LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4"]
+FLAGS = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+GXX = shutil.which("g++")
+
+
+def built() -> None:
+    if compiled.library(str(ROOT / "hpczero/comm"), "_sum_cpu") is None:
+        assert GXX is None, "there is a compiler, but the sum wasn't built"
+        pytest.skip("no compiler")
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    scale = torch.pow(10.0, torch.randint(-9, 4, (count,), generator=generator))
+    flat = torch.randn(count, generator=generator) * scale
+    flat[:: 101 + rank] = 0.0
+    flat[1 :: 103 + rank] = -0.0
+    flat[2 :: 107 + rank] = float("inf")
+    flat[3 :: 109 + rank] = float("-inf")
+    flat[4 :: 113 + rank] = float("nan")
+    return flat.to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return bits, of all NaNs the same."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.where(tensor.isnan(), 1.5, tensor).view(kinds[tensor.element_size()])
+
+
+@pytest.mark.parametrize(("source", "result"), PAIRS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_it_is_the_twin(ranks: int, source: torch.dtype, result: torch.dtype) -> None:
+    built()
+    staging = Staging(ranks)
+    for count in (0, 1, 7, 1024, 1025, 70_001):
+        sources = [values(rank, count, source) for rank in range(ranks)]
+        for add in (False, True):
+            for divisor in (1, ranks, 7):
+                mine, twin = (values(99, count, result) for _ in range(2))
+                assert sums._kernel(f"sum_{sums._name(sources[0])}_{sums._name(mine)}") is not None
+                sums.sum_into(mine, sources, staging.sums, divisor, add)
+                sums._twin(twin, sources, staging.sums, divisor, add)
+                assert torch.equal(bits(mine), bits(twin))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_result_may_be_a_source(place: int) -> None:
+    built()
+    staging, sources = Staging(2), [values(rank, 5000, torch.bfloat16) for rank in range(2)]
+    apart = torch.empty(5000, dtype=torch.bfloat16)
+    sums.sum_into(apart, sources, staging.sums, 2)
+    sums.sum_into(sources[place], sources, staging.sums, 2)
+    assert torch.equal(bits(sources[place]), bits(apart))
+
+
+def test_a_pair_that_is_not_compiled_takes_the_twin() -> None:
+    out = torch.zeros(100, dtype=torch.float32)
+    sums.sum_into(out, [torch.ones(100, dtype=torch.float64)] * 2, Staging(2).sums)
+    assert out.eq(2).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_instruction_sets_agree(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built()
+    flags = Path("/proc/cpuinfo").read_text()
+    if GXX is None or FLAGS.get(level, "sse2") not in flags:
+        pytest.skip(f"this machine doesn't run {level}")
+    options = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    source, library = ROOT / "hpczero/comm/sum_cpu.cpp", tmp_path / "_sum_cpu.so"
+    build = [GXX, "-shared", "-fPIC", *options, f"-march={level}", "-DCLONES="]
+    subprocess.run([*map(str, build), "-o", str(library), str(source)], check=True)
+    expected = []
+    for use in (True, False):
+        if not use:
+            monkeypatch.setattr(sums, "__file__", str(tmp_path / "sums.py"))
+            sums._kernel.cache_clear()
+        for source_type, result in PAIRS:
+            out = values(99, 70_001, result)
+            sources = [values(rank, 70_001, source_type) for rank in range(3)]
+            sums.sum_into(out, sources, Staging(3).sums, 3, add=True)
+            expected.append(bits(out))
+    sums._kernel.cache_clear()
+    half = len(expected) // 2
+    assert all(map(torch.equal, expected[:half], expected[half:]))
