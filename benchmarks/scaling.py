@@ -169,7 +169,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(n) for n in ranks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     left.legend()
     more: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
     figure.savefig(path, **more)
