@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import page, scaling
-from benchmarks.jobs import ROOT
-from benchmarks.machine import RESULTS
+from benchmarks.machine import RESULTS, ROOT
 from benchmarks.registry import BENCHMARKS
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.machine import ROOT
+
 TIMEOUT = 600.0
 """Seconds for a rank to get ready, or to do one step."""
 

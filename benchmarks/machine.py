@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 FIELDS = ("benchmark", "date", "command", "commit", "dirty", "machine", "versions", "rows")
 """What every JSON holds; `rows` has all samples."""
 
@@ -53,7 +54,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 def command(ranks: int) -> str:
     """Return the command that started this process, with plain names for the programs."""
     launched = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
-    return shlex.join([*launched, "python", *sys.orig_argv[1:]])
+    return shlex.join([*launched, "python", *sys.orig_argv[1:]]).replace(f"{ROOT}/", "")
 
 
 def machine() -> dict[str, Any]:
@@ -97,6 +98,5 @@ def dirty() -> bool:
 
 
 def _git(*words: str) -> str:
-    root = Path(__file__).parents[1]
-    told = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True)
+    told = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
     return told.stdout.strip() if told.returncode == 0 else "unknown"

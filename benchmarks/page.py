@@ -132,7 +132,7 @@ def scaling(*results: Result) -> str:
                 continue
             lines.append(
                 [
-                    f"{mode}, {result['ranks']} ranks",
+                    f"{mode}, {result['ranks']} rank{'s' if result['ranks'] > 1 else ''}",
                     str(row["micro_batch"]),
                     f"{row['median']:.3f}",
                     f"{row['tokens_per_second']:.0f}",

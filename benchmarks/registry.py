@@ -35,12 +35,14 @@ class Benchmark:
 
 
 def _step(model: str, dtype: str, batch: int, minutes: float) -> Benchmark:
-    quick = ("--model", "tiny", "--batch", "1", "--steps", "2", "--rounds", "1", "--warmup", "1")
+    quick = ["--model", "tiny", "--batch", "1", "--steps", "2", "--rounds", "1", "--warmup", "1"]
+    if model != "small":  # once per precision is enough for all of them
+        quick += ["--contenders", "floor", "FSDP2, resharded", "hpczero 3"]
     return Benchmark(
         f"step-{model}-{dtype}",
         "step",
         ("--model", model, "--dtype", dtype, "--batch", str(batch)),
-        quick=quick,
+        quick=tuple(quick),
         minutes=minutes,
     )
 

@@ -156,18 +156,20 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         ]
         if points:
             sizes = [n for n, _ in points]
-            left.loglog(sizes, [speed for _, speed in points], "o-", base=2, label=mode)
+            left.plot(sizes, [speed for _, speed in points], "o-", label=mode)
             shares = [share for _, share in efficiencies(results, mode)]
-            right.semilogx(sizes, shares, "o-", base=2, label=mode)
+            right.plot(sizes, shares, "o-", label=mode)
     ranks = [result["ranks"] for result in results]
     first = results[0]["rows"]["weak"]["tokens_per_second"]
-    left.loglog(ranks, [first * n / ranks[0] for n in ranks], "k:", base=2, label="ideal")
+    left.plot(ranks, [first * n / ranks[0] for n in ranks], "k:", label="weak, ideal")
     right.axhline(1.0, color="k", linestyle=":")
     left.set(xlabel="ranks", ylabel="tokens/s")
     right.set(xlabel="ranks", ylabel="parallel efficiency", ylim=(0, None))
+    left.set_yscale("log")
     for axes in (left, right):
+        axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(n) for n in ranks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     left.legend()
     more: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
     figure.savefig(path, **more)

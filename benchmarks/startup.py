@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.jobs import ROOT, Job, Setting
+from benchmarks.jobs import Job, Setting
 
 IMPORTS = {
     "python": "pass",
@@ -52,7 +52,7 @@ def importing(statement: str) -> tuple[float, int, int]:
     """Return the seconds, the files opened and the modules loaded in a fresh process."""
     code = _CHILD.format(statement=statement)
     told = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=machine.ROOT
     )
     seconds, opened, modules = json.loads(told.stdout.splitlines()[-1])
     return seconds, opened, modules
@@ -67,7 +67,7 @@ def system_calls(statement: str) -> int | None:
             ["strace", "-f", "-e", "trace=%file", "-o", log.name, sys.executable, "-c", statement],
             check=True,
             capture_output=True,
-            cwd=ROOT,
+            cwd=machine.ROOT,
         )
         return len(Path(log.name).read_text().splitlines())
 

@@ -26,7 +26,7 @@ MEMORY_STEPS = 4
 def pairs(name: str, floor: Job, setting: Setting, warmup: int, steps: int) -> dict[str, Any]:
     """Launch a contender, and time it and the floor in turns."""
     with Job(name, setting) as job:
-        losses = [job.step()["loss"] for _ in range(warmup)]
+        warming = [job.step() for _ in range(warmup)]
         floor.step()  # it has slept meanwhile
         theirs, floors = [], []
         for number in range(steps):
@@ -38,7 +38,8 @@ def pairs(name: str, floor: Job, setting: Setting, warmup: int, steps: int) -> d
     return {
         "seconds": [x["seconds"] for x in theirs],
         "floor_seconds": [x["seconds"] for x in floors],
-        "losses": losses + [x["loss"] for x in theirs],
+        "warmup_seconds": [x["seconds"] for x in warming],
+        "losses": [x["loss"] for x in warming + theirs],
         "sent": [x["sent"] for x in theirs],
     }
 
