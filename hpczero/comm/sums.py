@@ -1,4 +1,4 @@
-"""The sum of a reduction: compiled where it was built, else its twin in torch with the same bits."""
+"""Sum what ranks reduce: in compiled code where it was built, else in its twin in torch."""
 
 from __future__ import annotations
 
