@@ -54,12 +54,13 @@ train: setup ## train the default GPT on RANKS=4 ranks into runs/default
 
 # One thread per rank: the ranks already fill the cores.
 test: export OMP_NUM_THREADS := 1
-# Three ranks pretend to be on two nodes, so that both roads are tried: node memory and messages.
+# Three and four ranks pretend to be on two nodes. So all roads are tried: the memory of one node, messages between
+# all ranks (nodes of 2 and 1), and messages between nodes that each have their memory.
 test: setup ## run the tests on 1, 2, 3 and 4 ranks
 	$(BIN)/python -m pytest -m "not slow"
 	$(MPIEXEC) -n 2 $(BIN)/python -m pytest -m "mpi and not slow"
 	HPCZERO_RANKS_PER_NODE=2 $(MPIEXEC) -n 3 $(BIN)/python -m pytest -m "mpi and not slow"
-	$(MPIEXEC) -n 4 $(BIN)/python -m pytest -m "mpi and not slow"
+	HPCZERO_RANKS_PER_NODE=2 $(MPIEXEC) -n 4 $(BIN)/python -m pytest -m "mpi and not slow"
 
 torture: export OMP_NUM_THREADS := 1
 torture: setup ## kill KILLS=200 runs at random moments, and see each go on

@@ -102,7 +102,8 @@ class Engine:
         self._precision.cast(model)
         self._ledger = Ledger()
         self._memory = self._node_memory()
-        self._ledger.add("buffers", wire_bytes(self.world.size, self._memory is not None))
+        self._on_node = self._memory is not None and self.world.nodes == 1
+        self._ledger.add("buffers", wire_bytes(self.world.size, self._on_node))
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
@@ -563,7 +564,7 @@ class Engine:
                 bucket.dtype.itemsize,
                 bucket.persistent,
                 bucket.grads.element_size() if asked and bucket.trainable else None,
-                self._memory is not None,
+                self._on_node,
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -609,11 +610,11 @@ class Engine:
         return list(units.values())
 
     def _node_memory(self) -> NodeMemory | None:
-        """Return the memory that all ranks see, if there is one and it is wanted."""
-        if not self.config.node_memory or self.world.nodes > 1:
+        """Return the memory that all ranks of the node see, if there is one and it is wanted."""
+        if not self.config.node_memory:
             return None
-        if self.world.node_memory is None and self.rank == 0:
-            log.warning(f"the ranks send messages: no node memory ({self.world.no_node_memory})")
+        if self.world.no_node_memory and self.rank == 0:
+            log.warning(f"all ranks send messages: no node memory ({self.world.no_node_memory})")
         return self.world.node_memory
 
     def _check_backward(self) -> None:

@@ -86,11 +86,11 @@ def buffer_bytes(
 
 
 def wire_bytes(world: int, on_node: bool = False) -> int:
-    """Return the staging memory of reductions: a piece from each rank, and two blocks to sum in.
+    """Return the staging memory of reductions: a piece from each rank, and three blocks to sum in.
 
     On a node nothing is received: there are only the blocks.
     """
-    return (0 if on_node else world * wire_piece(world)) + 2 * WIRE_BLOCK * 4
+    return (0 if on_node else world * wire_piece(world)) + 3 * WIRE_BLOCK * 4
 
 
 def wire_piece(world: int) -> int:

@@ -145,7 +145,7 @@ def test_a_reduction_stages_8_mib_at_most_up_to_128_ranks() -> None:
     assert [wire_piece(ranks) for ranks in (1, 8, 16, 128, 1000)] == [
         1 << 20, 1 << 20, 1 << 19, 1 << 16, 1 << 16,
     ]  # fmt: skip
-    assert wire_bytes(4) == (4 << 20) + (1 << 19)
+    assert wire_bytes(4) == (4 << 20) + 3 * (1 << 18)
 
 
 def test_traffic() -> None:

@@ -2,14 +2,16 @@
 
 All functions are called by all ranks of `comm`, by one thread at a time. 16-bit data moves as bytes
 (MPI knows no bfloat16) and is summed in float32; every sum adds ranks 0, 1, ... N-1 in this order,
-divides, and rounds once to the dtype of the result.
+on several nodes first those of each and then the nodes' sums, divides, and rounds once to the dtype
+of the result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ from mpi4py import MPI
 from hpczero.comm.sums import sum_into
 from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
 from hpczero.sizing import WIRE_BLOCK, wire_piece
+
+Nodes = Sequence[Sequence[int]]
+"""The ranks of each node, ascending; none: all are on one."""
 
 
 class Count(NamedTuple):
@@ -88,7 +93,7 @@ class Staging:
         self.piece_bytes = wire_piece(size)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._size = size
-        self._sums: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def rows(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a (ranks, piece) tensor to receive into."""
@@ -96,17 +101,15 @@ class Staging:
             self._bytes = torch.empty(self._size * self.piece_bytes, dtype=torch.uint8)
         return self._bytes.view(dtype).view(self._size, -1)
 
-    def sums(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block to sum in and a block to widen in."""
+    def sums(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return blocks to sum in: of all, of a node, and to widen a term."""
         if dtype not in self._sums:
-            self._sums[dtype] = (
-                torch.empty(WIRE_BLOCK, dtype=dtype),
-                torch.empty(WIRE_BLOCK, dtype=dtype),
-            )
+            first, second, third = torch.empty(3, WIRE_BLOCK, dtype=dtype)
+            self._sums[dtype] = (first, second, third)
         return self._sums[dtype]
 
 
-def _share(piece: int | None, ranks: int, most: int) -> int:
+def share(piece: int | None, ranks: int, most: int) -> int:
     """Return the elements of a shard that travel at a time, for a `piece` of the full vector."""
     return most if piece is None else max(1, min(most, piece // ranks))
 
@@ -125,19 +128,26 @@ def all_gather(
     if comm.size == 1:
         return
     item = shard.element_size()
-    stride = count * item
-    limit = item * _share(piece, comm.size, PIECE_BYTES // item)
-    if stride <= limit:
+    limit = item * share(piece, comm.size, PIECE_BYTES // item)
+    if count * item <= limit:
         comm.Allgather(MPI.IN_PLACE, buffer(full))
         return
     everything = buffer(full)
-    for start, stop in pieces(stride, limit):
-        # One element of this type is a part of one rank's shard; its extent is the whole shard.
-        column = MPI.BYTE.Create_contiguous(stop - start)
-        strided = column.Create_resized(0, stride).Commit()
-        comm.Allgather(MPI.IN_PLACE, [everything[start:], 1, strided])
-        strided.Free()
+    for start, stop in pieces(count * item, limit):
+        with strided(stop - start, count * item) as column:
+            comm.Allgather(MPI.IN_PLACE, [everything[start:], 1, column])
+
+
+@contextlib.contextmanager
+def strided(nbytes: int, stride: int) -> Iterator[MPI.Datatype]:
+    """Make the type of `nbytes` of one rank where the next rank's come `stride` bytes later."""
+    run = MPI.BYTE.Create_contiguous(nbytes)
+    column = run.Create_resized(0, stride).Commit()
+    try:
+        yield column
+    finally:
         column.Free()
+        run.Free()
 
 
 def reduce_scatter(
@@ -149,16 +159,19 @@ def reduce_scatter(
     divisor: int = 1,
     add: bool = False,
     piece: int | None = None,
+    nodes: Nodes = (),
 ) -> None:
     """Put the sum over ranks of this rank's slice of `full`, divided, into `out`.
 
     `out` may be the rank's own slice of `full`. With `add` the rounded result is added to `out` in
     its dtype. Each rank sends (N-1)/N of `full` directly from where it lies, at a time as much as
-    the staging holds and at most `piece` elements of `full`.
+    the staging holds and at most `piece` elements of `full`. Those of each of `nodes` are summed
+    first, as where nodes sum before they send.
     """
+    order = [peer for node in nodes for peer in node] or list(range(comm.size))
     count, rank, size = out.numel(), comm.rank, comm.size
     rows = staging.rows(full.dtype)
-    for start, stop in pieces(count, _share(piece, size, rows.shape[1])):
+    for start, stop in pieces(count, share(piece, size, rows.shape[1])):
         inward = [(rank - step) % size for step in range(1, size)]
         outward = [(rank + step) % size for step in range(1, size)]
         requests = [comm.Irecv(buffer(rows[peer], 0, stop - start), peer) for peer in inward]
@@ -167,9 +180,9 @@ def reduce_scatter(
             for peer in outward
         ]
         MPI.Request.Waitall(requests)
-        sources = [rows[peer] for peer in range(size)]
-        sources[rank] = full[rank * count + start : rank * count + stop]
-        sum_into(out[start:stop], sources, staging.sums, divisor, add)
+        own = full[rank * count + start : rank * count + stop]
+        sources = [own if peer == rank else rows[peer] for peer in order]
+        sum_into(out[start:stop], sources, staging.sums, divisor, add, [*map(len, nodes)])
 
 
 def all_reduce(
@@ -181,6 +194,7 @@ def all_reduce(
     divisor: int = 1,
     add: bool = False,
     piece: int | None = None,
+    nodes: Nodes = (),
 ) -> None:
     """Put the sum over ranks of `full`, divided, into `out` (default: `full`) on every rank.
 
@@ -190,7 +204,7 @@ def all_reduce(
     out = full if out is None else out
     count = full.numel() // comm.size
     own = out[comm.rank * count : (comm.rank + 1) * count]
-    reduce_scatter(comm, full, own, staging, divisor=divisor, add=add, piece=piece)
+    reduce_scatter(comm, full, own, staging, divisor=divisor, add=add, piece=piece, nodes=nodes)
     all_gather(comm, out, own, piece)
 
 

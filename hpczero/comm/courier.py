@@ -16,11 +16,11 @@ import torch
 from mpi4py import MPI
 
 from hpczero.comm import collectives
-from hpczero.comm.collectives import Count, Staging, Traffic
+from hpczero.comm.collectives import Count, Nodes, Staging, Traffic
 from hpczero.comm.node import NOWHERE, NodeMemory
 from hpczero.comm.timeline import Timeline
 from hpczero.comm.waiting import YIELD_SECONDS, wait_politely
-from hpczero.comm.windows import Windows
+from hpczero.comm.windows import Windows, columns
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
 
@@ -86,9 +86,10 @@ class Courier:
     """Carry collectives in the order of the calls, which must be the same on all ranks.
 
     Each method returns a Future at once and is called by all ranks; the tensors given must stay
-    alive and untouched until it is done. Where all ranks have theirs in `memory`, a node's that
-    holds all ranks, they are read where they lie; else they travel by messages. Costs one thread
-    and one duplicated communicator.
+    alive and untouched until it is done. Where all ranks have theirs in the `memory` of their node,
+    they are read where they lie, and only what no rank of a node has crosses between `nodes`; else
+    they travel by messages between all. Costs one thread and one duplicated communicator, and two
+    more with a memory.
     A failed collective breaks the Courier and those that share its Fate: all that is waited for and
     every later call raise the same error.
     """
@@ -102,6 +103,7 @@ class Courier:
         patience: float = YIELD_SECONDS,
         timeline: Timeline | None = None,
         memory: NodeMemory | None = None,
+        nodes: Nodes = (),
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -116,8 +118,11 @@ class Courier:
         self._ended = time.monotonic()
         self.waits = False
         """Whether the collective under way waits for other ranks to come to it."""
-        self._memory = memory
-        self._windows = None if memory is None else Windows(self.comm, memory, patience)
+        self._nodes = nodes or [range(comm.size)]
+        self._windows: Windows | None = None
+        self._memory = memory if columns(self._nodes) else None
+        if self._memory is not None:
+            self._windows = Windows(self.comm, self._memory, patience, self._nodes)
         self._records = np.empty((comm.size, SIGNATURE_BYTES + _PLACES.size), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hpczero-{name}", daemon=True)
@@ -147,7 +152,7 @@ class Courier:
         """Fill `full` with the shards of all ranks."""
 
         def look(windows: Windows, places: Places) -> None:
-            windows.all_gather(full, shard, [place for place, _ in places])
+            windows.all_gather(full, shard, [place for place, _ in places], cargo.piece)
 
         return self._carry(
             "all_gather",
@@ -155,7 +160,7 @@ class Courier:
             full,
             lambda: collectives.all_gather(self.comm, full, shard, cargo.piece),
             look,
-            places=self._places(shard, shard),
+            places=self._places(*(shard, shard) if len(self._nodes) == 1 else (full, full)),
         )
 
     def reduce_scatter(
@@ -171,17 +176,27 @@ class Courier:
 
         def look(windows: Windows, places: Places) -> None:
             sources = [place for place, _ in places]
-            windows.reduce_scatter(full, out, sources, self.staging, divisor=divisor, add=add)
+            windows.reduce_scatter(
+                full, out, sources, self.staging, divisor=divisor, add=add, piece=cargo.piece
+            )
 
         return self._carry(
             "reduce_scatter",
             cargo,
             full,
             lambda: collectives.reduce_scatter(
-                self.comm, full, out, self.staging, divisor=divisor, add=add, piece=cargo.piece
+                self.comm,
+                full,
+                out,
+                self.staging,
+                divisor=divisor,
+                add=add,
+                piece=cargo.piece,
+                nodes=self._nodes,
             ),
             look,
             places=self._places(full, full),
+            crosses=(self._wide(out),),
         )
 
     def all_reduce(
@@ -197,7 +212,9 @@ class Courier:
         target = full if out is None else out
 
         def look(windows: Windows, places: Places) -> None:
-            windows.all_reduce(full, target, places, self.staging, divisor=divisor, add=add)
+            windows.all_reduce(
+                full, target, places, self.staging, divisor=divisor, add=add, piece=cargo.piece
+            )
 
         return self._carry(
             "all_reduce",
@@ -211,10 +228,12 @@ class Courier:
                 divisor=divisor,
                 add=add,
                 piece=cargo.piece,
+                nodes=self._nodes,
             ),
             look,
             places=self._places(full, target),
             factor=2,
+            crosses=(self._wide(target), target.element_size()),
         )
 
     def broadcast(self, cargo: Cargo, tensor: torch.Tensor, root: int = 0) -> Future[None]:
@@ -277,10 +296,25 @@ class Courier:
         look: Callable[[Windows, Places], None] | None = None,
         places: tuple[int, int] = _OUTSIDE,
         factor: int = 1,
+        crosses: tuple[int, ...] = (),
     ) -> Future[Any]:
+        """Queue a collective.
+
+        Args:
+            collective: its name.
+            cargo: what it carries.
+            full: the full vector, or the shard where only one rank gets that.
+            send: does it by messages between all ranks.
+            look: does it over node memory.
+            places: of the tensors that others look at.
+            factor: how often the full vector travels.
+            crosses: bytes per element each time that it does across nodes.
+        """
         size = self.comm.size
         nbytes = full.numel() * full.element_size()
         count = Count(1, factor * cargo.payload, factor * nbytes * (size - 1) // size)
+        items = sum(crosses or (full.element_size(),))
+        crossing = items * full.numel() * (len(self._nodes) - 1) // size
 
         def run(places: Places) -> Any:
             if look is None or self._windows is None or any(NOWHERE in place for place in places):
@@ -288,10 +322,15 @@ class Courier:
                 self._traffic.add(collective, cargo.purpose, count)
                 return result
             look(self._windows, places)
-            self._traffic.add(collective, cargo.purpose, count._replace(sent=0))
+            self._traffic.add(collective, cargo.purpose, count._replace(sent=crossing))
             return None
 
         return self._submit(signature(collective, cargo, full), run, places)
+
+    @staticmethod
+    def _wide(out: torch.Tensor) -> int:
+        """Return the bytes of an element of a node's sums."""
+        return max(4, out.element_size())
 
     def _places(self, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
         """Return where others find two tensors."""

@@ -102,6 +102,12 @@ class NodeMemory:
         self._looks[begin, length] = window
         return window[place - begin : place - begin + nbytes]
 
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Give the pages of a whole tensor back; it is zero from now on. Nobody looks at it now."""
+        address = tensor.data_ptr()
+        stop, _ = self._ranges[address]
+        _libc.madvise(address, stop - address, _REMOVE)
+
     def part(self, tensor: torch.Tensor) -> None:
         """Let this rank's changes of a shared tensor be its own, in place, until `join`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hpczero import compiled
 from hpczero.comm.wire import pieces
 from hpczero.sizing import WIRE_BLOCK
 
-Scratch = Callable[[torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-"""Return two blocks of WIRE_BLOCK elements, for the twin."""
+Scratch = Callable[[torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Return three blocks of WIRE_BLOCK elements, for the twin."""
 
 
 def sum_into(
@@ -24,20 +25,32 @@ def sum_into(
     scratch: Scratch,
     divisor: int = 1,
     add: bool = False,
+    nodes: Sequence[int] = (),
 ) -> None:
     """Put the sum of flat sources of one dtype, added in order, divided, into `out`, or add it.
 
     Sums in float32 (float64 stays) and rounds once, before it adds. `out` may be a source. One pass
     over memory on one thread, which doesn't hold Python's lock.
+
+    Args:
+        out: of as many elements as each source has.
+        sources: the terms.
+        scratch: memory for the twin.
+        divisor: of the sum.
+        add: keep what `out` has.
+        nodes: how many sources each node has; these are summed first, then the nodes' sums. None:
+            they are on one.
     """
+    nodes = nodes or (len(sources),)
     kernel = _kernel(f"sum_{_name(sources[0])}_{_name(out)}")
     if kernel is None:
-        _twin(out, sources, scratch, divisor, add)
+        _twin(out, sources, scratch, divisor, add, nodes)
         return
     wide = ctypes.c_double if out.dtype == torch.float64 else ctypes.c_float
     kernel(
         (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources)),
-        ctypes.c_int(len(sources)),
+        (ctypes.c_int * len(nodes))(*nodes),
+        ctypes.c_int(len(nodes)),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_int64(out.numel()),
         wide(divisor),
@@ -51,22 +64,27 @@ def _twin(
     scratch: Scratch,
     divisor: int,
     add: bool,
+    nodes: Sequence[int],
 ) -> None:
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    total, widened = scratch(wide)
+    memory = scratch(wide)
     for start, stop in pieces(out.numel(), WIRE_BLOCK):
-        block, extra = total[: stop - start], widened[: stop - start]
-        block.copy_(sources[0][start:stop])
-        for source in sources[1:]:
-            term = source[start:stop]
-            block.add_(term if term.dtype == wide else extra.copy_(term))
+        total, node, extra = (block[: stop - start] for block in memory)
+        terms = iter([source[start:stop] for source in sources])
+        for number, count in enumerate(nodes):
+            block = node if number else total
+            block.copy_(next(terms))
+            for term in islice(terms, count - 1):
+                block.add_(term if term.dtype == wide else extra.copy_(term))
+            if number:
+                total.add_(node)
         if divisor != 1:
-            block.div_(divisor)
+            total.div_(divisor)
         target = out[start:stop]
         if not add:
-            target.copy_(block)
+            target.copy_(total)
         else:
-            target.add_(block if out.dtype == wide else block.to(out.dtype))
+            target.add_(total if out.dtype == wide else total.to(out.dtype))
 
 
 def _name(tensor: torch.Tensor) -> str:

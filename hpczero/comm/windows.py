@@ -1,41 +1,89 @@
-"""Collectives of ranks on one node over tensors in node memory: each reads where the others' lie.
+"""Collectives over tensors in node memory: on a node each rank reads where the others' lie.
 
-Their bits are those of `collectives`. All functions are called by all ranks of `comm`, one at a
-time, when all have come to it; they return when no rank looks at another's tensor any more.
+[Note: each byte crosses once]
+On several nodes of equally many ranks, only ranks of equal place on their nodes, a column, talk
+across. A gather sends a rank's shard to its column; then every rank of a node takes from its
+neighbours what their columns have brought. A reduction sums on the node first what goes to another,
+in float32, and sends that. So each byte crosses the network once per node in place of once per
+rank, and every rank drives a part of it.
+
+The bits are those of `collectives`. All functions are called by all ranks of `comm`, one at a time,
+when all have come to it; they return when no rank looks at another's tensor any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from mpi4py import MPI
 
-from hpczero.comm.collectives import Staging
+from hpczero.comm.collectives import Nodes, Staging, share, strided
 from hpczero.comm.node import NodeMemory
 from hpczero.comm.sums import sum_into
 from hpczero.comm.waiting import wait_politely
+from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
 
 
 class Windows:
-    """Reach what all ranks of a node have in its memory. Costs nothing but the mappings."""
+    """Reach what all ranks of a node have in its memory, and the columns across nodes.
 
-    def __init__(self, comm: MPI.Intracomm, memory: NodeMemory, patience: float) -> None:
-        self._comm, self._memory, self._patience = comm, memory, patience
+    Created by all ranks of `comm` together. Costs two communicators, and no memory.
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, places: Sequence[int]) -> None:
-        """Fill `full` with the shards of all ranks, which lie at `places`.
+    Args:
+        comm: all ranks.
+        memory: of this rank's node.
+        patience: seconds of yielding before sleeping.
+        nodes: the ranks of each node; see `columns`.
+    """
 
-        A rank's shard may be its own slice of its `full`. Costs each rank one copy of `full`.
+    def __init__(
+        self, comm: MPI.Intracomm, memory: NodeMemory, patience: float, nodes: Nodes
+    ) -> None:
+        self._memory, self._patience, self.rank = memory, patience, comm.rank
+        self.node_number = next(n for n, ranks in enumerate(nodes) if comm.rank in ranks)
+        self._nodes = [list(ranks) for ranks in nodes]
+        self._neighbours = self._nodes[self.node_number]
+        place = self._neighbours.index(comm.rank)
+        self._column = [ranks[place] for ranks in nodes]
+        """The ranks of equal place, in the order of nodes; this one is among them."""
+        self._near = comm.Split(self.node_number, comm.rank)
+        self._far = comm.Split(place, comm.rank)
+
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        places: Sequence[int],
+        piece: int | None = None,
+    ) -> None:
+        """Fill `full` with the shards of all ranks.
+
+        A rank's shard may be its own slice of its `full`. Costs each rank one copy of `full`, and
+        sends its shard to every other node.
+
+        Args:
+            full: the result.
+            shard: this rank's.
+            places: by rank, of their shards on one node, of their `full` on several.
+            piece: elements of `full` that cross at a time, at most.
         """
-        nbytes = shard.numel() * shard.element_size()
-        for rank, place in enumerate(places):
-            target = full[rank * shard.numel() : (rank + 1) * shard.numel()]
-            if rank != self._comm.rank:
-                target.copy_(self._memory.look(place, nbytes).view(shard.dtype))
-            elif target.data_ptr() != shard.data_ptr():
-                target.copy_(shard)
-        self._leave()
+        count, item = shard.numel(), shard.element_size()
+        own = full[self.rank * count : (self.rank + 1) * count]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        across = len(self._nodes) > 1
+        if across:
+            self._gather_column(full, count * item, piece)
+            self._meet()
+        for place, neighbour in enumerate(self._neighbours):
+            for ranks in self._nodes if neighbour != self.rank else ():
+                begin = ranks[place] * count
+                offset = begin * item if across else 0
+                source = self._memory.look(places[neighbour] + offset, count * item)
+                full[begin : begin + count].copy_(source.view(shard.dtype))
+        self._meet()
 
     def reduce_scatter(
         self,
@@ -46,19 +94,19 @@ class Windows:
         *,
         divisor: int = 1,
         add: bool = False,
+        piece: int | None = None,
     ) -> None:
         """Put the sum over ranks of this rank's slice of their `full`, divided, into `out`.
 
-        `out` may be the rank's own slice of `full`. Costs each rank reading the slice N times.
+        `out` may be the rank's own slice of `full`. Costs each rank reading the slice of each of
+        its column once on every neighbour, and sends that many less its own in the sums' dtype.
         """
-        begin = self._comm.rank * out.numel()
-        item = full.element_size()
-        sources = [
-            self._memory.look(place + begin * item, out.numel() * item).view(full.dtype)
-            for place in places
-        ]
-        sum_into(out, sources, staging.sums, divisor, add)
-        self._leave()
+        if len(self._nodes) == 1:
+            sources = self._terms(full, out.numel(), self.rank, places)
+            sum_into(out, sources, staging.sums, divisor, add)
+        else:
+            self._reduce_column(full, out, places, staging, divisor, add, piece)
+        self._meet()
 
     def all_reduce(
         self,
@@ -69,20 +117,90 @@ class Windows:
         *,
         divisor: int = 1,
         add: bool = False,
+        piece: int | None = None,
     ) -> None:
         """Put the sum over ranks of `full`, divided, into `out` on every rank.
 
         Args:
-            places: of `full` and `out`, which may be the same.
+            full: the terms.
+            out: the result, perhaps `full` itself.
+            places: by rank, of `full` and `out`.
+            staging: memory to sum in.
+            divisor: of the sum.
+            add: keep what `out` has.
+            piece: elements of `full` that cross at a time, at most.
         """
-        count = full.numel() // self._comm.size
-        own = out[self._comm.rank * count : (self._comm.rank + 1) * count]
+        count = full.numel() // sum(map(len, self._nodes))
+        own = out[self.rank * count : (self.rank + 1) * count]
         sums, results = zip(*places, strict=True)
-        self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add)
-        stride = count * out.element_size()
+        self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
+        stride = count * out.element_size() if len(self._nodes) == 1 else 0
         shards = [place + rank * stride for rank, place in enumerate(results)]
-        self.all_gather(out, own, shards)
+        self.all_gather(out, own, shards, piece)
 
-    def _leave(self) -> None:
-        """Wait until all ranks have read: then what they looked at may change."""
-        wait_politely(self._comm.Ibarrier(), self._patience)
+    def _terms(
+        self, full: torch.Tensor, count: int, rank: int, places: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Return the slice of a rank in the `full` of each rank of this node."""
+        begin, item = rank * count * full.element_size(), full.element_size()
+        return [
+            self._memory.look(places[neighbour] + begin, count * item).view(full.dtype)
+            for neighbour in self._neighbours
+        ]
+
+    def _gather_column(self, full: torch.Tensor, nbytes: int, piece: int | None) -> None:
+        """Bring the shards of this rank's column to their places in `full`."""
+        item = full.element_size()
+        limit = item * share(piece, len(self._column), PIECE_BYTES // item)
+        step = self._column[1] - self._column[0]
+        everything = buffer(full)[self._column[0] * nbytes :]
+        for start, stop in pieces(nbytes, limit):
+            with strided(stop - start, step * nbytes) as column:
+                self._far.Iallgather(MPI.IN_PLACE, [everything[start:], 1, column]).Wait()
+
+    def _reduce_column(
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        places: Sequence[int],
+        staging: Staging,
+        divisor: int,
+        add: bool,
+        piece: int | None,
+    ) -> None:
+        """Sum on this node what each of the column owns, exchange the sums, and add them up."""
+        count, nodes, mine = out.numel(), len(self._column), self.node_number
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        rows = staging.rows(wide)  # half of them go out, as many come in: at least two ranks a node
+        ours, theirs = rows[:nodes], rows[nodes : 2 * nodes]
+        terms = [self._terms(full, count, rank, places) for rank in self._column]
+        others = [(mine + step) % nodes for step in range(1, nodes)]
+        for start, stop in pieces(count, share(piece, nodes, rows.shape[1])):
+            size = stop - start
+            requests = [self._far.Irecv(buffer(theirs[peer], 0, size), peer) for peer in others]
+            for peer in [*others, mine]:
+                sources = [term[start:stop] for term in terms[peer]]
+                sum_into(ours[peer][:size], sources, staging.sums)
+                if peer != mine:
+                    requests.append(self._far.Isend(buffer(ours[peer], 0, size), peer))
+            MPI.Request.Waitall(requests)
+            sums = [(ours if peer == mine else theirs)[peer][:size] for peer in range(nodes)]
+            sum_into(out[start:stop], sums, staging.sums, divisor, add)
+
+    def _meet(self) -> None:
+        """Wait for all ranks of the node: what they look at is there, or may change from now on."""
+        wait_politely(self._near.Ibarrier(), self._patience)
+
+
+def columns(nodes: Nodes) -> bool:
+    """Tell whether ranks of equal place on their nodes can exchange whole columns.
+
+    All nodes must have equally many ranks, and the ranks of a column be evenly spaced, as launchers
+    number them by blocks or in turns.
+    """
+    if len(nodes) == 1:
+        return True
+    if len({len(ranks) for ranks in nodes}) > 1 or len(nodes[0]) == 1:
+        return False
+    steps = {b - a for one, next_ in pairwise(nodes) for a, b in zip(one, next_, strict=True)}
+    return len(steps) == 1 and min(steps) > 0

@@ -20,6 +20,7 @@ from hpczero.comm.monitor import Monitor, timeout
 from hpczero.comm.node import open_node_memory
 from hpczero.comm.timeline import Timeline, offset, write
 from hpczero.comm.waiting import CROWDED_YIELD_SECONDS, YIELD_SECONDS
+from hpczero.comm.windows import columns
 from hpczero.comm.wire import Cargo
 from hpczero.errors import Disagreement
 
@@ -64,14 +65,25 @@ class World:
         self.local_rank: int = node.rank
         self.local_size: int = node.size
         memory, reason = open_node_memory(node)
-        node.Free()
         self.hosts: list[str] = comm.allgather(socket.gethostname())
-        self.nodes: int = sum(comm.allgather(self.local_rank == 0))
+        first = comm.rank if node.rank == 0 else 0
+        firsts: list[int] = comm.allgather(node.bcast(first))
+        node.Free()
+        self.node_ranks = [
+            [rank for rank, other in enumerate(firsts) if other == first]
+            for first in sorted({*firsts})
+        ]
+        """The ranks of each node, ascending."""
+        self.nodes = len(self.node_ranks)
         reasons: list[str] = comm.allgather(reason)
-        self.node_memory = None if any(reasons) else memory
-        """Memory that all ranks of the node see; None if any node has none."""
+        useful = columns(self.node_ranks)
+        if not useful and self.nodes < self.size:
+            sizes = ", ".join(str(len(ranks)) for ranks in self.node_ranks)
+            reasons = [f"its ranks per node are {sizes}, not evenly spread"]
+        self.node_memory = None if any(reasons) or not useful else memory
+        """Memory that all ranks of the node see; None if any node has none, or it doesn't help."""
         self.no_node_memory = next((text for text in reasons if text), "")
-        """Why there is none."""
+        """Why there is none where there should be."""
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
         self.timeline = Timeline()
@@ -95,8 +107,16 @@ class World:
     def _courier(self, name: str) -> Courier:
         crowded = self.local_size > len(os.sched_getaffinity(0))
         patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
-        memory = self.node_memory if self.nodes == 1 else None
-        return Courier(self.comm, name, self.traffic, self._fate, patience, self.timeline, memory)
+        return Courier(
+            self.comm,
+            name,
+            self.traffic,
+            self._fate,
+            patience,
+            self.timeline,
+            self.node_memory,
+            self.node_ranks,
+        )
 
     @property
     def couriers(self) -> list[Courier]:
@@ -139,9 +159,10 @@ class World:
     def reclaim_node_memory(self) -> None:
         """Give back what all ranks have freed of the node's shared memory; all ranks call."""
         if self.node_memory is not None:
-            mine = (self.rank - self.local_rank, self.node_memory.freed.copy())
-            everyone = self.gathers.exchange_objects("freed node memory", mine).result()
-            self.node_memory.reclaim([freed for first, freed in everyone if first == mine[0]])
+            freed = self.node_memory.freed.copy()
+            everyone = self.gathers.exchange_objects("freed node memory", freed).result()
+            node = next(ranks for ranks in self.node_ranks if self.rank in ranks)
+            self.node_memory.reclaim([everyone[rank] for rank in node])
 
     def write_timeline(self, path: Path) -> None:
         """Write what all ranks have recorded, on rank 0's clock, into a file of rank 0's.

@@ -52,7 +52,7 @@ class Bucket:
         self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
         self._memory = memory
         self._sharded = plan.params.scope == "world"
-        self.on_node = self._sharded and memory is not None
+        self.on_node = self._sharded and memory is not None and world.nodes == 1
         """Whether the ranks share one copy of the weights, which each updates a slice of."""
         self.frees = self._sharded and not self.on_node
         """Whether released weights are gone from here."""
@@ -64,6 +64,8 @@ class Bucket:
         self._ready: Future[None] | None = None
         self._here = True
         """Whether the weights can be read: gathered, and waited for."""
+        self._allocated = True
+        """Whether the full run has memory."""
         self._classes = [type(parameter) for parameter in self.params]
         self._build(plan)
         if self.trainable:
@@ -183,9 +185,10 @@ class Bucket:
         if self.on_node:
             self._world.traffic.add("all_gather", cargo.purpose, Count(1, cargo.payload, 0))
             return
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self._full_bytes)
+        if not self._allocated:
+            if self._memory is None:
+                self.full.untyped_storage().resize_(self._full_bytes)
+            self._allocated = True
             self._ledger.add("buffers", self._full_bytes)
         self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
 
@@ -232,13 +235,15 @@ class Bucket:
 
     def free(self) -> bool:
         """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
-        if self.gathered or self.persistent or not self.frees:
-            return True
-        if self.full.untyped_storage().nbytes() == 0:
+        if self.gathered or self.persistent or not self.frees or not self._allocated:
             return True
         if self._count_aliases() > self._aliases:
             return False
-        self.full.untyped_storage().resize_(0)
+        if self._memory is None:
+            self.full.untyped_storage().resize_(0)
+        else:
+            self._memory.drop(self.full)
+        self._allocated = False
         self._ledger.add("buffers", -self._full_bytes)
         return True
 

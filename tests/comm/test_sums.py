@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ PAIRS = [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32), (torch.float16, torch.float16),
     (torch.float16, torch.float32), (torch.float64, torch.float64),
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
 ]  # fmt: skip
 LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4"]
 FLAGS = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
@@ -53,15 +55,26 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_it_is_the_twin(ranks: int, source: torch.dtype, result: torch.dtype) -> None:
     built()
     staging = Staging(ranks)
-    for count in (0, 1, 7, 1024, 1025, 70_001):
+    half = ranks // 2
+    nodes = [(), (ranks,), (1,) * ranks, *([(half, ranks - half), (1, ranks - 1)] if half else [])]
+    for count, node in itertools.product((0, 1, 7, 1024, 1025, 70_001), nodes):
         sources = [values(rank, count, source) for rank in range(ranks)]
         for add in (False, True):
-            for divisor in (1, ranks, 7):
+            for divisor in (1, 7):
                 mine, twin = (values(99, count, result) for _ in range(2))
                 assert sums._kernel(f"sum_{sums._name(sources[0])}_{sums._name(mine)}") is not None
-                sums.sum_into(mine, sources, staging.sums, divisor, add)
-                sums._twin(twin, sources, staging.sums, divisor, add)
+                sums.sum_into(mine, sources, staging.sums, divisor, add, node)
+                sums._twin(twin, sources, staging.sums, divisor, add, node or (ranks,))
                 assert torch.equal(bits(mine), bits(twin))
+
+
+def test_nodes_are_summed_first() -> None:
+    terms = [1e8, -1e8, 3.0, 1e8, 1.0, -1e8]  # in float32 the order tells
+    sources, out = [torch.full((5,), term) for term in terms], torch.empty(5)
+    sums.sum_into(out, sources, Staging(6).sums, nodes=(2, 1, 3))
+    assert out.eq(3.0).all()
+    sums.sum_into(out, sources, Staging(6).sums)
+    assert out.eq(0.0).all()
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from hpczero.comm.collectives import Count, Traffic
 from hpczero.comm.courier import Courier
 from hpczero.comm.node import open_node_memory
+from hpczero.comm.windows import columns
 from hpczero.comm.wire import Cargo
 
 pytestmark = pytest.mark.mpi
@@ -23,15 +24,30 @@ def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)
 
 
+def nodes_of(size: int, nodes: str) -> list[list[int]]:
+    """Return the ranks of each pretended node."""
+    if nodes == "one node":
+        return [[*range(size)]]
+    half = size // 2
+    if nodes == "two nodes":
+        return [[*range(half)], [*range(half, size)]]
+    return [[*range(0, size, 2)], [*range(1, size, 2)]]
+
+
 class Pair:
     """A courier with node memory beside one without."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        memory, reason = open_node_memory(comm)
+    def __init__(self, comm: MPI.Intracomm, nodes: list[list[int]]) -> None:
+        number = next(n for n, ranks in enumerate(nodes) if comm.rank in ranks)
+        memory, reason = open_node_memory(comm.Split(number, comm.rank))
         assert memory is not None, reason
-        self.comm, self.memory, self.traffic = comm, memory, Traffic()
-        self.looks = Courier(comm, "looks", self.traffic, memory=memory)
-        self.sends = Courier(comm, "sends", Traffic())
+        self.comm, self.memory, self.traffic, self.nodes = comm, memory, Traffic(), len(nodes)
+        self.looks = Courier(comm, "looks", self.traffic, memory=memory, nodes=nodes)
+        self.sends = Courier(comm, "sends", Traffic(), nodes=nodes)
+
+    def crosses(self, elements: int, item_bytes: int) -> int:
+        """Return what each rank sends of a full vector of so many elements."""
+        return elements * item_bytes * (self.nodes - 1) // self.comm.size
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = self.memory.empty(tensor.numel() * tensor.element_size()).view(tensor.dtype)
@@ -47,9 +63,11 @@ class Pair:
             courier.goodbye().result()
 
 
-@pytest.fixture
-def pair(world_comm: MPI.Intracomm) -> Any:
-    made = Pair(world_comm)
+@pytest.fixture(params=["one node", "two nodes", "two nodes in turns"])
+def pair(request: pytest.FixtureRequest, world_comm: MPI.Intracomm) -> Any:
+    if request.param != "one node" and world_comm.size != 4:
+        pytest.skip("two nodes of two ranks need four")
+    made = Pair(world_comm, nodes_of(world_comm.size, request.param))
     yield made
     made.close()
 
@@ -74,7 +92,8 @@ def test_all_gather(pair: Pair, count: int, dtype: torch.dtype) -> None:
     expected = torch.cat([values(other, count, dtype) for other in range(size)])
     for run in (apart, in_place):
         assert torch.equal(pair.both(run)[0], expected)
-    assert pair.traffic.take() == {("all_gather", "p"): Count(2, 16, 0)}
+    sent = 2 * pair.crosses(count * size, dtype.itemsize)
+    assert pair.traffic.take() == {("all_gather", "p"): Count(2, 16, sent)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,9 +103,11 @@ def test_reductions(pair: Pair, add: bool, wide: bool, dtype: torch.dtype) -> No
     rank, size, count = pair.comm.rank, pair.comm.size, 70_001
     result = torch.promote_types(dtype, torch.float32) if wide else dtype
 
+    scattering = Cargo("p", "n", 8, None if add else 12_000)
+
     def scattered(courier: Courier, take: Any) -> Any:
         full, out = take(values(rank, count * size, dtype)), values(99, count, result)
-        job = courier.reduce_scatter(Cargo("p", "n", 8), full, out, divisor=size, add=add)
+        job = courier.reduce_scatter(scattering, full, out, divisor=size, add=add)
         job.result()
         return out
 
@@ -102,9 +123,11 @@ def test_reductions(pair: Pair, add: bool, wide: bool, dtype: torch.dtype) -> No
 
     for run in (scattered, everywhere, in_place):
         pair.both(run)
+    sums = pair.crosses(count * size, max(4, dtype.itemsize))
+    results = [pair.crosses(count * size, kind.itemsize) for kind in (result, dtype)]
     assert pair.traffic.take() == {
-        ("reduce_scatter", "p"): Count(1, 8, 0),
-        ("all_reduce", "p"): Count(2, 32, 0),
+        ("reduce_scatter", "p"): Count(1, 8, sums),
+        ("all_reduce", "p"): Count(2, 32, 2 * sums + sum(results)),
     }
 
 
@@ -130,3 +153,12 @@ def test_memory_may_change_as_soon_as_the_future_is_done(pair: Pair) -> None:
         pair.looks.reduce_scatter(Cargo("p", "n", 8), full, out).result()
         full.fill_(-1)
         assert out.eq(number * size * (size + 1) / 2).all()
+
+
+def test_columns() -> None:
+    for nodes in ([[0, 1]], [[0]], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3], [4, 5]]):
+        assert columns(nodes)
+    for nodes in (
+        [[0], [1]], [[0, 1], [2]], [[0, 3], [1, 2]], [[0, 1], [4, 5], [2, 3]],
+    ):  # fmt: skip
+        assert not columns(nodes)
