@@ -458,8 +458,14 @@ def test_traffic_is_the_formula(
     assert traffic["multiples"] == pytest.approx(expected, abs=1e-9)
     padded = sum(shape.padded * shape.item_bytes for shape in engine.bucket_shapes())
     moved_bytes = purposes["parameters"]["sent"] + purposes["gradients"]["sent"]
-    shared = node_memory and engine.world.nodes == 1
-    sent = 0.0 if shared else expected * padded * (SIZE - 1) / SIZE
+    sent = expected * padded * (SIZE - 1) / SIZE
+    if node_memory and engine.world.node_memory is not None:  # one rank for all of its node
+        item = 2 if dtype == "bf16" else 4
+        local = item * (2 if stage < 2 and dtype == "bf16" and accumulation > 1 else 1)
+        reductions = purposes["gradients"]["multiples"] * item / local / (1 if stage else 2)
+        sums = reductions * padded / item * (4 + (0 if stage else local))
+        gathers = purposes["parameters"]["multiples"] * padded
+        sent = (sums + gathers) * (engine.world.nodes - 1) / SIZE
     assert moved_bytes == pytest.approx(sent, rel=1e-6)
     assert purposes["buffers"]["calls"] == 0
 

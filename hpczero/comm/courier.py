@@ -381,7 +381,7 @@ class Courier:
             return [places]
         mine = signature.pack(self._number)
         record = np.frombuffer(mine.tobytes() + _PLACES.pack(*places), dtype=np.uint8)
-        wait_politely(self.comm.Iallgather(record, self._records), self._patience)
+        wait_politely([self.comm.Iallgather(record, self._records)], self._patience)
         if bool((self._records[:, :SIGNATURE_BYTES] == mine).all()):
             found = self._records[:, SIGNATURE_BYTES:].tobytes()
             return [(first, second) for first, second in _PLACES.iter_unpack(found)]

@@ -50,6 +50,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 _FIXED = 0x10
 _REMOVE = 9
+_POPULATE_WRITE = 23
 
 
 class NodeMemory:
@@ -104,9 +105,11 @@ class NodeMemory:
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Give the pages of a whole tensor back; it is zero from now on. Nobody looks at it now."""
-        address = tensor.data_ptr()
-        stop, _ = self._ranges[address]
-        _libc.madvise(address, stop - address, _REMOVE)
+        self._advise(tensor, _REMOVE)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take all pages of a whole tensor at once, cheaper than one by one; Linux 5.14 can."""
+        self._advise(tensor, _POPULATE_WRITE)
 
     def part(self, tensor: torch.Tensor) -> None:
         """Let this rank's changes of a shared tensor be its own, in place, until `join`.
@@ -146,10 +149,16 @@ class NodeMemory:
             _libc.madvise(address, length, _REMOVE)
         _libc.munmap(address, length)
 
+    def _advise(self, tensor: torch.Tensor, advice: int) -> None:
+        if tensor.numel():
+            address = tensor.data_ptr()
+            _libc.madvise(address, self._ranges[address][0] - address, advice)
+
     def _remap(self, tensor: torch.Tensor, kind: int) -> None:
-        address = tensor.data_ptr()
-        stop, place = self._ranges[address]
-        _map(self.file, place, stop - address, kind | _FIXED, address)
+        if tensor.numel():
+            address = tensor.data_ptr()
+            stop, place = self._ranges[address]
+            _map(self.file, place, stop - address, kind | _FIXED, address)
 
 
 def open_node_memory(node: MPI.Intracomm) -> tuple[NodeMemory | None, str]:

@@ -156,7 +156,7 @@ class Windows:
         everything = buffer(full)[self._column[0] * nbytes :]
         for start, stop in pieces(nbytes, limit):
             with strided(stop - start, step * nbytes) as column:
-                self._far.Iallgather(MPI.IN_PLACE, [everything[start:], 1, column]).Wait()
+                self._wait([self._far.Iallgather(MPI.IN_PLACE, [everything[start:], 1, column])])
 
     def _reduce_column(
         self,
@@ -183,13 +183,17 @@ class Windows:
                 sum_into(ours[peer][:size], sources, staging.sums)
                 if peer != mine:
                     requests.append(self._far.Isend(buffer(ours[peer], 0, size), peer))
-            MPI.Request.Waitall(requests)
+            self._wait(requests)
             sums = [(ours if peer == mine else theirs)[peer][:size] for peer in range(nodes)]
             sum_into(out[start:stop], sums, staging.sums, divisor, add)
 
     def _meet(self) -> None:
         """Wait for all ranks of the node: what they look at is there, or may change from now on."""
-        wait_politely(self._near.Ibarrier(), self._patience)
+        wait_politely([self._near.Ibarrier()], self._patience)
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        """Wait for what crosses nodes."""
+        wait_politely(requests, self._patience, moving=True)
 
 
 def columns(nodes: Nodes) -> bool:

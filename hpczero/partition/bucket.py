@@ -188,6 +188,8 @@ class Bucket:
         if not self._allocated:
             if self._memory is None:
                 self.full.untyped_storage().resize_(self._full_bytes)
+            else:
+                self._memory.fill(self.full)
             self._allocated = True
             self._ledger.add("buffers", self._full_bytes)
         self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)

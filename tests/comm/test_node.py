@@ -66,7 +66,10 @@ def test_others_look_at_what_one_has(world_comm: MPI.Intracomm) -> None:
         for _ in range(2):
             assert torch.equal(memory.look(places[other], 400).view(torch.float32), expected)
     assert memory.place(torch.zeros(3)) == NOWHERE
-    assert memory.empty(0).numel() == memory.shared(0).numel() == 0
+    nothing = memory.empty(0)
+    for act in (memory.fill, memory.drop, memory.part, memory.join):
+        act(nothing)
+    assert nothing.numel() == memory.shared(0).numel() == 0
     world_comm.Barrier()
 
 
@@ -154,6 +157,27 @@ def test_a_forked_child_frees_nothing_of_its_parent(world_comm: MPI.Intracomm) -
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.01)
     assert mine[0].eq(5).all()
+
+
+def test_pages_that_are_dropped_come_back_as_zeros(world_comm: MPI.Intracomm) -> None:
+    memory = opened(world_comm)
+    mine, other = memory.empty(1 << 20), memory.empty(1 << 20)
+    mine.fill_(1)
+    other.fill_(2)
+    place = memory.place(mine)
+    assert memory.look(place, 10).eq(1).all()
+    memory.drop(mine)
+    world_comm.Barrier()
+    assert held(memory) == world_comm.size << 20
+    world_comm.Barrier()
+    memory.fill(mine)
+    world_comm.Barrier()
+    assert held(memory) in (world_comm.size << 20, world_comm.size << 21)  # as Linux can
+    assert mine.eq(0).all()
+    assert other.eq(2).all()
+    mine.fill_(3)
+    assert memory.look(place, 10).eq(3).all()
+    world_comm.Barrier()
 
 
 @pytest.mark.parametrize("culprit", [0, -1])
