@@ -55,7 +55,8 @@ def main() -> None:
         if args.check:
             sys.exit(int(new != page.PAGE.read_text()))
         page.PAGE.write_text(new)
-        scaling.draw(scaling.load(RESULTS), page.PAGE.parent / "scaling.svg")
+        if [*RESULTS.glob("scaling-*.json")]:
+            scaling.draw(scaling.load(RESULTS), page.PAGE.parent / "scaling.svg")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     mpiexec -n 2 python -m benchmarks.collectives --out collectives-2.json
 
 The bytes are those of the full vector. Contenders take turns, and the slowest rank counts. MPI has
-no bf16: raw mpi4py sums it as anybody would, through float32. A copy of the full vector on every
-rank, without any synchronisation, is what memory allows.
+no bf16: raw mpi4py sums it as anybody would, through float32. Over node memory the time includes
+writing what others look at: a rank's shard of the gathered vector, a copy of what is reduced. A
+copy of the full vector on every rank, without any synchronisation, is what memory allows.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def private(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(count, dtype=dtype)
 
 
-def ours_from(world: World) -> dict[str, Allocator]:
-    """Return the contenders that are ours: each is the Couriers over memory of another kind."""
-    del world  # what allocates from a node's memory will want it
-    return {"hpczero": private}
+def on_node(kind: str, world: World) -> Allocator:
+    """Return what takes memory of the node: the same for all ranks where they gather."""
+    memory = world.node_memory
+    assert memory is not None
+    take = memory.shared if kind == "all_gather" and world.nodes == 1 else memory.empty
+    return lambda count, dtype: take(count * dtype.itemsize).view(dtype)
 
 
 class Vectors:
@@ -50,7 +53,7 @@ class Vectors:
 
     def __init__(self, allocate: Allocator, count: int, dtype: torch.dtype, world: World) -> None:
         self.full = allocate(count, dtype)
-        self.shard = allocate(count // world.size, dtype)
+        self.shard = private(count // world.size, dtype)
         self.own = self.full[world.rank * len(self.shard) : (world.rank + 1) * len(self.shard)]
 
     def fill(self, kind: str, rank: int) -> None:
@@ -82,6 +85,22 @@ def ours(kind: str, v: Vectors, world: World) -> Act:
     if kind == "reduce_scatter":
         return lambda: world.reductions.reduce_scatter(cargo, v.full, v.shard).result()
     return lambda: world.reductions.all_reduce(cargo, v.full).result()
+
+
+def ours_on_node(kind: str, v: Vectors, world: World) -> Act:
+    """Write into the node's memory what a gather brings there or a reduction reads, and do that."""
+    gathers = kind == "all_gather"
+    source, target = (v.shard, v.own) if gathers else (torch.ones_like(v.full), v.full)
+    act = ours(kind, v, world)
+    if gathers and world.nodes == 1:  # all look at one vector
+        act = lambda: world.gathers.meet("written").result()  # noqa: E731
+    source.fill_(world.rank + 1)
+
+    def written() -> None:
+        target.copy_(source)
+        act()
+
+    return written
 
 
 def mpi4py(kind: str, v: Vectors, world: World) -> Act:
@@ -140,11 +159,13 @@ def measure(kind: str, megabytes: int, dtype: str, rounds: int, world: World) ->
     """Time all contenders at one size, taking turns."""
     count = megabytes * 10**6 // DTYPES[dtype].itemsize // world.size * world.size
     makers: dict[str, tuple[Any, Allocator]] = {
-        **{name: (ours, allocate) for name, allocate in ours_from(world).items()},
+        "hpczero, messages": (ours, private),
         MPI4PY: (mpi4py, private),
         GLOO: (gloo, private),
         MEMCPY: (memcpy, private),
     }
+    if world.node_memory is not None:
+        makers = {"hpczero, node memory": (ours_on_node, on_node(kind, world)), **makers}
     vectors, acts = {}, {}
     for name, (make, allocate) in makers.items():
         vectors[name] = Vectors(allocate, count, DTYPES[dtype], world)

@@ -24,13 +24,17 @@ def render(text: str, results: Path) -> str:
 
     Raises:
         KeyError: a marker names no table.
-        FileNotFoundError: a result is missing.
     """
 
     def table(match: re.Match[str]) -> str:
         make, names = TABLES[match["name"]]
-        loaded = [json.loads((results / f"{name}.json").read_text()) for name in names]
-        return f"{match[1]}\n{make(*loaded)}\n\n{match[3]}"
+        paths = [results / f"{name}.json" for name in names]
+        missing = [path.stem for path in paths if not path.is_file()]
+        if missing:
+            text = f"Not measured yet: `python -m benchmarks run {' '.join(missing)}`."
+        else:
+            text = make(*(json.loads(path.read_text()) for path in paths))
+        return f"{match[1]}\n{text}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
 
@@ -209,12 +213,31 @@ def checkpoint(result: Result) -> str:
     return "\n\n".join([said, markdown(head, lines), origin(result)])
 
 
+def slow_network(result: Result) -> str:
+    rows = result["rows"]
+    lines = []
+    for name, row in rows.items():
+        first, last = row["losses"][0], row["losses"][-1]
+        lines.append(
+            [
+                name,
+                f"{row['median']:.3f}",
+                f"{row['min']:.3f} .. {row['max']:.3f}",
+                f"{row['payload_per_step'] / 1e6:.1f}",
+                f"{first:.4f} -> {last:.4f}",
+            ]
+        )
+    head = ["", "step, s", "min .. max", "MB on the wire per step", "loss"]
+    return "\n\n".join([markdown(head, lines), origin(result)])
+
+
 _MAKERS: dict[str, Callable[..., str]] = {
     "step": step,
     "collectives": collectives,
     "startup": startup,
     "adam": adam,
     "checkpoint": checkpoint,
+    "slow_network": slow_network,
 }
 TABLES: dict[str, tuple[Callable[..., str], list[str]]] = {
     **{

@@ -72,6 +72,13 @@ BENCHMARKS = {
         Benchmark("startup", "startup", quick=("--rounds", "1", "--launches", "1"), minutes=6),
         Benchmark("adam", "adam", quick=("--count", "1000000", "--rounds", "2"), minutes=0.5),
         Benchmark(
+            "slow_network",
+            "slow_network",
+            ("--rounds", "3", "--steps", "10"),
+            quick=("--model", "tiny", "--rounds", "1", "--steps", "2", "--contenders", "hpczero"),
+            minutes=13,
+        ),
+        Benchmark(
             "checkpoint",
             "checkpoint",
             ranks=2,

@@ -161,7 +161,7 @@ def test_an_odd_branch_is_named_before_any_weight_changes(world_comm: MPI.Intrac
     engine.backward(engine(features(RANK), 1 if RANK == SIZE - 1 else -1))
     with pytest.raises(Disagreement, match=r"step 1, entry 2\).*\n.*blocks.1 in forward") as raised:
         engine.step()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < (2 if SIZE <= 2 else 5)  # cores may be two
     assert f"rank {SIZE - 1}: blocks.2 in forward" in str(raised.value)
     engine._runtime._gather(engine._runtime.buckets[2])
     bucket = next(b for b in engine._runtime.buckets if b.name == "blocks.2")
