@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,15 @@ def deepspeed(model: Any, half: bool, keep: bool) -> Contender:
     return engine_loop(engine, lambda: None)
 
 
-def hpczero(model: Any, half: bool, keep: bool) -> Contender:
-    """Return ours."""
+def hpczero(model: Any, half: bool, keep: bool, scope: str = "world") -> Contender:
+    """Return ours, with the parameters sharded over the world or over each node."""
     import hpczero
 
+    zero = {"stage": 3, "partition_scope": scope}
     engine = hpczero.Engine(
         model,
         {
-            "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": ALL if keep else 0},
+            "zero_optimization": {**zero, "stage3_max_reuse_distance": ALL if keep else 0},
             "bf16": {"enabled": half},
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         },
@@ -121,6 +123,7 @@ CONTENDERS: dict[str, Callable[[Any, bool, bool], Contender]] = {
     "FSDP2": fsdp2,
     "DeepSpeed": deepspeed,
     "hpczero": hpczero,
+    "hpczero, parameters per node": partial(hpczero, scope="node"),
 }
 
 
@@ -142,7 +145,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     contender = CONTENDERS[args.rank_of](gpt.GPT(shape, 0), args.dtypes == ["bf16"], args.keep)
     import torch.distributed
 
-    if args.rank_of == "hpczero":
+    if args.rank_of.startswith("hpczero"):
         from hpczero.comm.world import World
 
         world = World.of()

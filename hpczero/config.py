@@ -93,6 +93,8 @@ class ZeroOptimization(Section):
     """Elements gathered at a time, at most; "auto" is what the prefetch needs."""
     stage3_max_reuse_distance: Size = "auto"
     """Keep parameters that are needed again within so many elements; "auto" is never."""
+    partition_scope: Literal["world", "node"] = "world"
+    """Over which ranks stage 3 shards the parameters; states always over all. Not DeepSpeed's."""
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 
@@ -217,6 +219,20 @@ class Config(Section):
                 "gradient_accumulation_steps": accumulation,
             }
         )
+
+    @model_validator(mode="after")
+    def _check_scope(self) -> Config:
+        zero = self.zero_optimization
+        problems = []
+        if zero.partition_scope == "node" and zero.stage < 3:
+            problems.append(f"it shards parameters, as stage 3 does; found stage {zero.stage}")
+        if zero.partition_scope == "node" and not self.node_memory:
+            problems.append("it keeps them in node memory; found node_memory false")
+        if problems:
+            raise ConfigError(
+                [f"zero_optimization.partition_scope 'node': {text}" for text in problems]
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_gradients(self) -> Config:

@@ -33,6 +33,7 @@ def only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(v) and value == v for v in values)
 
 
+_SCOPE = "leave it out; partition_scope 'node' shards parameters over the ranks of a node"
 _NO_DEVICE = Unsupported(only("none"), 'set it to "none"')
 _OFFLOAD = dict.fromkeys(
     ("nvme_path", "buffer_count", "pin_memory"), "tunes an offload that isn't asked for"
@@ -179,9 +180,9 @@ UNSUPPORTED: Mapping[str, Mapping[str, Unsupported]] = {
             only(True), "set it to true: a parameter without gradient counts as zero"
         ),
         "mics_hierarchical_params_gather": Unsupported(only(False), "set it to false"),
-        "mics_shard_size": Unsupported(only(-1), "set it to -1"),
+        "mics_shard_size": Unsupported(only(-1), _SCOPE),
         "zenflow": Unsupported(idle),
-        "zero_hpz_partition_size": Unsupported(only(0, 1), "set it to 1"),
+        "zero_hpz_partition_size": Unsupported(only(0, 1), _SCOPE),
         "zero_quantized_gradients": Unsupported(only(False), "set it to false"),
         "zero_quantized_nontrainable_weights": Unsupported(only(False), "set it to false"),
         "zero_quantized_weights": Unsupported(only(False), "set it to false"),

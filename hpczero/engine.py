@@ -32,7 +32,7 @@ from hpczero.partition.grouping import ROOT, group
 from hpczero.partition.hooks import Runtime, Unit
 from hpczero.partition.optimizer import ShardedOptimizer, clip_scale
 from hpczero.partition.precision import Precision
-from hpczero.plan import Plan
+from hpczero.plan import Plan, Scope
 from hpczero.sizing import BucketShape, wire_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Engine:
 
     Raises:
         ConfigError: the config has problems (all are listed).
+        ValueError: parameters are to be sharded over nodes that have no memory of their own.
         Disagreement: the ranks have different models or configs.
         NotImplementedError: a parameter is not on the CPU.
     """
@@ -79,7 +80,8 @@ class Engine:
         self.config = config.resolve(self.world.size)
         self.module = model
         self.device = _device(model)
-        self.plan = Plan.stage(self.config.zero_optimization.stage)
+        self._memory = self._node_memory()
+        self.plan = Plan.stage(self.config.zero_optimization.stage, self._scope())
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
         self.micro_steps = 0
@@ -101,9 +103,8 @@ class Engine:
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._ledger = Ledger()
-        self._memory = self._node_memory()
-        self._on_node = self._memory is not None and self.world.nodes == 1
-        self._ledger.add("buffers", wire_bytes(self.world.size, self._on_node))
+        self._receives = self._memory is None or self.world.nodes > 1
+        self._ledger.add("buffers", wire_bytes(self.world.size, self._receives))
         self._traffic: dict[tuple[str, str], Count] = {}
         self._units = self._build_units()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
@@ -564,7 +565,8 @@ class Engine:
                 bucket.dtype.itemsize,
                 bucket.persistent,
                 bucket.grads.element_size() if asked and bucket.trainable else None,
-                self._on_node,
+                bucket.holders,
+                self._receives,
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -608,6 +610,24 @@ class Engine:
             )
             unit.buckets.append(bucket)
         return list(units.values())
+
+    def _scope(self) -> Scope:
+        """Return over which ranks stage 3 shards the parameters.
+
+        Raises:
+            ValueError: over nodes, which needs their memory, and there is none.
+        """
+        world = self.world
+        if self.config.zero_optimization.partition_scope == "world" or world.nodes == 1:
+            return "world"
+        if world.nodes == world.size:
+            return "none"  # over one rank is over none
+        if world.node_memory is None:
+            raise ValueError(
+                "partition_scope 'node': expected node memory, found none "
+                f"({world.no_node_memory}): use 'world'"
+            )
+        return "node"
 
     def _node_memory(self) -> NodeMemory | None:
         """Return the memory that all ranks of the node see, if there is one and it is wanted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Scope = Literal["none", "world"]
+Scope = Literal["none", "node", "world"]
 Tier = Literal["device"]
 
 
@@ -32,8 +32,12 @@ class Plan:
     states: Home
 
     @classmethod
-    def stage(cls, stage: int) -> Plan:
+    def stage(cls, stage: int, params: Scope = "world") -> Plan:
         """Return the Plan of a ZeRO stage (ZeRO, section 5: P_os, P_os+g, P_os+g+p).
+
+        Args:
+            stage: 0 to 3.
+            params: over which ranks stage 3 shards the parameters.
 
         Raises:
             ValueError: the stage is not 0, 1, 2 or 3.
@@ -42,7 +46,7 @@ class Plan:
             raise ValueError(f"expected a ZeRO stage of 0, 1, 2 or 3, found {stage!r}")
         whole, sharded = Home("none"), Home("world")
         return cls(
-            params=sharded if stage >= 3 else whole,
+            params=Home(params) if stage >= 3 else whole,
             grads=sharded if stage >= 2 else whole,
             states=sharded if stage >= 1 else whole,
         )

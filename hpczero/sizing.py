@@ -14,7 +14,8 @@ only states. A frozen parameter has its weight and nothing else. Whatever a rank
 formulas is a buffer, and `buffer_bytes` says how large each buffer is. What
 `stage3_max_reuse_distance` or a larger prefetch keeps gathered comes on top of it, up to
 `stage3_max_live_parameters` elements. Where all ranks share the memory of one node, parameters at
-stage 3 are there once, as the formula says, and there is no gathered copy beside them.
+stage 3 are there once, as the formula says, and there is no gathered copy beside them; nor is there
+where they are sharded over the L ranks of each node: then they take 2/L (fp32: 4/L) of a rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class BucketShape(NamedTuple):
     item_bytes: int  # of the compute dtype
     persistent: bool = False  # at stage 3: stays gathered
     grad_bytes: int | None = None  # of the dtype that gradients add up in, where one is asked for
-    on_node: bool = False  # the ranks look at each other's memory: nothing is gathered or received
+    holders: int = 0  # at stage 3: the ranks that share a copy that stays; 0: each gathers its own
+    receives: bool = True  # else reductions read where the other ranks' gradients lie
 
 
 class PerElement(NamedTuple):
@@ -77,20 +79,20 @@ def buffer_bytes(
     exact = state_bytes(shapes, stage, world, accumulation)
     padding = sum(padded.values()) - sum(exact.values())
     gathered = 0
-    on_node = all(shape.on_node for shape in shapes)
-    if stage == 3 and not on_node:
-        gathered = _root_and_largest([shape for shape in shapes if not shape.persistent])
-        gathered += sum(shape.padded * shape.item_bytes for shape in shapes if shape.persistent)
+    apart = [shape for shape in shapes if not shape.holders]
+    if stage == 3:
+        gathered = _root_and_largest([shape for shape in apart if not shape.persistent])
+        gathered += sum(shape.padded * shape.item_bytes for shape in apart if shape.persistent)
     slots = _root_and_largest([s for s in shapes if s.trainable]) if stage >= 2 else 0
-    return padding + gathered + slots + wire_bytes(world, on_node)
+    return padding + gathered + slots + wire_bytes(world, any(shape.receives for shape in shapes))
 
 
-def wire_bytes(world: int, on_node: bool = False) -> int:
+def wire_bytes(world: int, receives: bool = True) -> int:
     """Return the staging memory of reductions: a piece from each rank, and three blocks to sum in.
 
-    On a node nothing is received: there are only the blocks.
+    On a single node nothing is received: there are only the blocks.
     """
-    return (0 if on_node else world * wire_piece(world)) + 3 * WIRE_BLOCK * 4
+    return (world * wire_piece(world) if receives else 0) + 3 * WIRE_BLOCK * 4
 
 
 def wire_piece(world: int) -> int:
@@ -115,6 +117,7 @@ def traffic_multiples(
     accumulation: int = 1,
     persistent: float = 0.0,
     grad_bytes: int | None = None,
+    over_nodes: bool = False,
 ) -> float:
     """Return the logical traffic of one step in multiples of the model's bytes.
 
@@ -126,13 +129,14 @@ def traffic_multiples(
         persistent: the part of the model that stays gathered at stage 3, from 0 to 1: it is
             gathered once per step in place of twice per backward.
         grad_bytes: of the dtype that gradients add up in, where one is asked for.
+        over_nodes: parameters are sharded over each of several nodes, which then get the new ones.
     """
     gradient = per_element(item_bytes, True, accumulation, grad_bytes).grads / item_bytes
     return {
         0: 2 * gradient,  # an all-reduce is a reduce-scatter and an all-gather
         1: gradient + 1,
         2: backwards + 1,
-        3: 3 * backwards - persistent * (2 * backwards - 1),
+        3: 3 * backwards - persistent * (2 * backwards - 1) + over_nodes,
     }[stage]
 
 
@@ -143,7 +147,8 @@ def _states(
     for shape, numel in elements:
         shard = -(-numel // world)
         each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
-        total["params"] += each.params * (shard if stage == 3 else numel)
+        held = -(-numel // shape.holders) if shape.holders else shard
+        total["params"] += each.params * (held if stage == 3 else numel)
         total["grads"] += each.grads * (shard if stage >= 2 else numel)
         total["states"] += each.states * (shard if stage >= 1 else numel)
     return total

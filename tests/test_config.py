@@ -375,3 +375,11 @@ def test_batch_arithmetic_that_clashes() -> None:
         Config.load({"train_batch_size": 3}).resolve(2)
     with pytest.raises(ConfigError, match=r"16 .* world size 12 = 12: set train_batch_size to 12$"):
         Config.load({"train_batch_size": 16}).resolve(12)
+
+
+def test_parameters_over_nodes_need_stage_3_and_node_memory() -> None:
+    zero = {"stage": 2, "partition_scope": "node"}
+    with pytest.raises(ConfigError, match="found stage 2") as raised:
+        Config.load({"zero_optimization": zero, "node_memory": False})
+    assert "found node_memory false" in str(raised.value)
+    assert Config.load({"zero_optimization": {**zero, "stage": 3}}).node_memory

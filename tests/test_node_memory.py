@@ -12,16 +12,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import environment, launcher
-from models import Squared, TinyLM, features, lm_loss
+from models import Squared, TinyLM, features, lm_loss, tokens
 from mpi4py import MPI
 from reference import assert_same_bits, config, train
 from torch import nn
 
 import hpczero
+from hpczero import sizing
 from hpczero.comm.world import World
 from hpczero.errors import Disagreement
 
@@ -82,6 +84,97 @@ def test_between_nodes_each_byte_crosses_once(
         assert sent == padded * (2 * item + 4) / SIZE
         for bucket in engine._runtime.buckets:  # between steps nothing is gathered
             assert not bucket.full.any()
+    World.of(comm).close()
+
+
+def over_nodes(dtype: str = "fp32", **more: int) -> dict[str, Any]:
+    settings = config(3, dtype, **more)
+    settings["zero_optimization"]["partition_scope"] = "node"
+    return settings
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parameters_may_be_sharded_over_the_node(
+    accumulation: int,
+    dtype: str,
+    per_node: int,
+    world_comm: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", str(per_node))
+    comm = world_comm.Dup()
+    world, settings = World.of(comm), over_nodes(dtype, accumulation=accumulation)
+    if 1 < world.nodes < SIZE and world.node_memory is None:
+        with pytest.raises(ValueError, match=r"expected node memory, found none .*use 'wor"):
+            hpczero.Engine(TinyLM(), settings, comm)
+        return
+    run = train(TinyLM, lm_loss, settings, comm)
+    assert_same_bits([run, train(TinyLM, lm_loss, config(3, dtype, accumulation), comm)])
+    engine, shapes = run.engine, run.engine.bucket_shapes()
+    measured, formula = engine.memory(), sizing.memory_formula(shapes, 3, SIZE, accumulation)
+    item, local = 2 if dtype == "bf16" else 4, min(per_node, SIZE)
+    elements = sum(shape.numel for shape in shapes)
+    assert formula["params"] == pytest.approx(item * elements / local, abs=item * len(shapes))
+    for kind in ("params", "grads", "states"):
+        mean = engine.world.mean(measured[kind])
+        assert mean == pytest.approx(formula[kind], abs=16 * len(shapes))
+    assert sum(measured[kind] for kind in formula) <= sum(formula.values())
+    if 1 < world.nodes < SIZE:
+        multiples = sizing.traffic_multiples(3, accumulation, item, accumulation, over_nodes=True)
+        traffic = engine.traffic()
+        assert traffic["multiples"] == pytest.approx(multiples, abs=1e-9)
+        padded = sum(shape.padded for shape in shapes)
+        sent = padded * item * (world.nodes - 1) / SIZE  # the new weights once; no gather
+        assert traffic["by_purpose"]["parameters"]["sent"] == sent
+    world.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_changes_and_checkpoints_reach_all_nodes(
+    dtype: str, world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if SIZE != 4:
+        pytest.skip("two nodes of two ranks need four")
+    monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", "2")
+    comm = world_comm.Dup()
+    folder = Path(comm.bcast(str(tmp_path)))
+
+    def model() -> TinyLM:
+        torch.manual_seed(0)
+        made = TinyLM()
+        made.blocks[0].requires_grad_(False)
+        return made
+
+    def weights(engine: hpczero.Engine) -> list[torch.Tensor]:
+        """Return what every rank sees, after rank 0's."""
+        with hpczero.GatheredParameters(engine.module):
+            mine = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
+        first = comm.bcast(mine)
+        return [first, mine]
+
+    settings = over_nodes(dtype)
+    engine = hpczero.Engine(model(), settings, comm)
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+    for weight in (engine.module.blocks[0].up.weight, engine.module.blocks[1].up.weight):
+        with hpczero.GatheredParameters([weight], modifier_rank=3):
+            weight.data.fill_(RANK)
+        with hpczero.GatheredParameters([weight]):
+            assert weight.eq(3).all()
+    assert torch.equal(*weights(engine))
+    engine.save_checkpoint(folder)
+    again = hpczero.Engine(model(), settings, comm)
+    again.load_checkpoint(folder)
+    found = [*weights(engine), *weights(again)]
+    assert all(torch.equal(found[0], other) for other in found)
+    for each in (engine, again):
+        each.backward(each(tokens(RANK)))
+        each.step()
+    assert torch.equal(weights(engine)[1], weights(again)[1])
     World.of(comm).close()
 
 

@@ -196,7 +196,8 @@ class Checkpointer:
 
     def _publish(self) -> None:
         """Bring what was read to all who keep a copy."""
-        futures = [bucket.publish() for bucket in self._buckets if bucket.trainable]
+        kept = [bucket for bucket in self._buckets if bucket.trainable or bucket.on_node]
+        futures = [bucket.publish() for bucket in kept]
         for future in futures:
             if future is not None:
                 future.result()

@@ -60,8 +60,8 @@ class Windows:
     ) -> None:
         """Fill `full` with the shards of all ranks.
 
-        A rank's shard may be its own slice of its `full`. Costs each rank one copy of `full`, and
-        sends its shard to every other node.
+        A rank's shard may be its own slice of its `full`, and that one `full` of all ranks of the
+        node. Costs each rank one copy of `full` if not, and sends its shard to every other node.
 
         Args:
             full: the result.
@@ -77,7 +77,10 @@ class Windows:
         if across:
             self._gather_column(full, count * item, piece)
             self._meet()
+        mine = places[self.rank]
         for place, neighbour in enumerate(self._neighbours):
+            if across and places[neighbour] == mine:
+                continue  # my own, or we share one `full`
             for ranks in self._nodes if neighbour != self.rank else ():
                 begin = ranks[place] * count
                 offset = begin * item if across else 0

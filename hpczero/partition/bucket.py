@@ -51,12 +51,15 @@ class Bucket:
         )
         self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
         self._memory = memory
-        self._sharded = plan.params.scope == "world"
-        self.on_node = self._sharded and memory is not None and world.nodes == 1
-        """Whether the ranks share one copy of the weights, which each updates a slice of."""
+        self._sharded = plan.params.scope != "none"
+        spreads = plan.params.scope == "node" and world.nodes > 1
+        self.on_node = self._sharded and memory is not None and (spreads or world.nodes == 1)
+        """Whether the node's ranks share one copy of the weights, which each updates a slice of."""
+        self.holders = world.local_size if self.on_node else 0 if self._sharded else 1
+        """How many ranks share one copy of the weights that stays; 0: each gathers its own."""
         self.frees = self._sharded and not self.on_node
         """Whether released weights are gone from here."""
-        self._publishes = plan.states.scope == "world" and not self._sharded
+        self._publishes = plan.states.scope == "world" and (spreads or not self._sharded)
         self.held = 0
         """How many GatheredParameters forbid the release."""
         self.persistent = False
@@ -85,13 +88,17 @@ class Bucket:
         else:
             take = self._memory.shared if self.on_node else self._memory.empty
             self.full = take(self._full_bytes).view(self.dtype)
-        if not self.on_node or self._world.rank == 0:
+        alone = self.on_node and self._world.nodes == 1  # who else has a copy?
+        # One rank of a node writes what all of its ranks share.
+        mine = not self.on_node or self._world.local_rank == 0
+        whole = self.full if mine or alone else torch.zeros_like(self.full)
+        if mine:
             for slot, parameter in zip(layout.slots, self.params, strict=True):
-                self.full[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
+                whole[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
+        if not alone:
+            self._world.gathers.broadcast(self._cargo("parameters", self.dtype), whole).result()
         if self.on_node:
             self._world.gathers.meet(f"weights of {self.name!r}").result()
-        else:
-            self._world.gathers.broadcast(self._cargo("parameters", self.dtype), self.full).result()
         for slot, parameter in zip(layout.slots, self.params, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
         own = slice(*self.own)
@@ -103,10 +110,11 @@ class Bucket:
             self._ledger.add("buffers", self._full_bytes)
         else:
             self.shard = self.full[own]
-            mine = self.own if self._sharded else (0, layout.padded)
-            used = layout.used(*mine)
+            part = layout.padded // self._world.local_size if self._sharded else layout.padded
+            begin = self._world.local_rank * part if self._sharded else 0
+            used = layout.used(begin, begin + part)
             self._ledger.add("params", used * self.dtype.itemsize)
-            self._ledger.add("buffers", (mine[1] - mine[0] - used) * self.dtype.itemsize)
+            self._ledger.add("buffers", (part - used) * self.dtype.itemsize)
         self.release()
 
     def _build_trainable(self, plan: Plan, precision: Precision) -> None:
@@ -362,7 +370,7 @@ class Bucket:
         self._ledger.add("states", nbytes)
 
     def publish(self) -> Future[None] | None:
-        """Give the updated shard to all ranks where parameters are replicated."""
+        """Give the updated shard to all ranks, or nodes, that have a copy."""
         if not self._publishes:
             return None
         cargo = self._cargo("parameters", self.dtype)
@@ -430,7 +438,8 @@ class Bucket:
             mine = self.full[own].clone()
             self._memory.join(self.full)
             self.full[own].copy_(mine)
-            self._world.gathers.meet(f"changed weights of {self.name!r}").result()
+            published = self.publish() or self._world.gathers.meet(f"changes of {self.name!r}")
+            published.result()
         elif self._sharded:
             self.shard.copy_(self.full[own])
 
