@@ -35,6 +35,9 @@ _REGION = 1 << 44
 _MAPPED = 1024
 """Mappings of others' memory that are kept."""
 
+_SOCKET_SECONDS = 10.0
+"""How long ranks wait for one another to pass the file; all of them are there."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -166,7 +169,7 @@ def open_node_memory(node: MPI.Intracomm) -> tuple[NodeMemory | None, str]:
     file, reason = NOWHERE, ""
     try:
         file = _make(node.size) if node.rank == 0 else NOWHERE
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # the latter where there is no Linux
         reason = f"no file in memory: {error}"
     passed = _pass(node, file, reason)
     reasons = [f"rank {rank} of the node: {text}" for rank, text in enumerate(passed[1]) if text]
@@ -201,34 +204,43 @@ def _pass(node: MPI.Intracomm, file: int, reason: str) -> tuple[int, list[str]]:
     channel = None
     if address and node.rank > 0:
         channel = socket.socket(socket.AF_UNIX)
-        channel.settimeout(10)
+        channel.settimeout(_SOCKET_SECONDS)
         try:
             channel.connect(address)
         except OSError as error:
             reason = f"the first rank can't be reached: {error}"
     # Whoever has connected waits in the listener's queue, so nobody waits for one who hasn't.
     waiting = node.gather(channel is not None and not reason)
-    if listener is not None and waiting is not None:
-        left = sum(waiting)
-        listener.settimeout(10)
-        while left:
-            connection, _ = listener.accept()
-            with connection:
-                if _user(connection) == os.getuid():  # anybody may see the address and connect
-                    socket.send_fds(connection, [b"."], [file])
-                    left -= 1
-        listener.close()
-    if channel is not None:
-        if not reason:
-            try:
-                if _user(channel) != os.getuid():
-                    raise OSError("the first rank belongs to another user")
-                _, files, _, _ = socket.recv_fds(channel, 1, 1)
-                file = files[0]
-            except (OSError, IndexError) as error:
-                reason = f"the first rank's file didn't come: {error}"
-        channel.close()
+    try:
+        if listener is not None and waiting is not None:
+            _serve(listener, file, sum(waiting))
+        elif channel is not None and not reason:
+            file = _fetch(channel)
+    except OSError as error:
+        reason = f"the file of the first rank was not passed: {error}"
+    for end in (listener, channel):
+        if end is not None:
+            end.close()
     return file, node.allgather(reason)
+
+
+def _serve(listener: socket.socket, file: int, waiting: int) -> None:
+    listener.settimeout(_SOCKET_SECONDS)
+    while waiting:
+        connection, _ = listener.accept()
+        with connection:
+            if _user(connection) == os.getuid():  # anybody may see the address and connect
+                socket.send_fds(connection, [b"."], [file])
+                waiting -= 1
+
+
+def _fetch(channel: socket.socket) -> int:
+    if _user(channel) != os.getuid():
+        raise PermissionError("it belongs to another user")
+    _, files, _, _ = socket.recv_fds(channel, 1, 1)
+    if not files:
+        raise ConnectionError("it was not sent")
+    return files[0]
 
 
 def _user(connection: socket.socket) -> int:

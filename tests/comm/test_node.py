@@ -13,6 +13,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpczero.comm import node
 from hpczero.comm.node import NOWHERE, NodeMemory, open_node_memory
 
 pytestmark = pytest.mark.mpi
@@ -201,6 +202,20 @@ def test_where_there_is_no_room_all_have_none(
         expected = f"rank {culprit} of the node: the first rank can't be reached: .*refused here"
     assert memory is None
     assert re.search(expected, reason)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("suspicious", [0, 1])
+def test_the_file_is_passed_to_the_same_user_only(
+    world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, suspicious: int
+) -> None:
+    monkeypatch.setattr(node, "_SOCKET_SECONDS", 0.5)
+    if world_comm.rank == suspicious:
+        monkeypatch.setattr(node, "_user", lambda channel: os.getuid() + 1)
+    memory, reason = open_node_memory(world_comm)
+    assert memory is None
+    assert "the file of the first rank was not passed" in reason
+    assert ("another user" in reason) == (suspicious == 1)
 
 
 def refuse(channel: object, address: object) -> None:
