@@ -566,6 +566,7 @@ class Engine:
                 bucket.persistent,
                 bucket.grads.element_size() if asked and bucket.trainable else None,
                 bucket.holders,
+                bucket.gatherers,
                 self._receives,
             )
             for unit in self._units

@@ -42,6 +42,7 @@ class BucketShape(NamedTuple):
     persistent: bool = False  # at stage 3: stays gathered
     grad_bytes: int | None = None  # of the dtype that gradients add up in, where one is asked for
     holders: int = 0  # at stage 3: the ranks that share a copy that stays; 0: each gathers its own
+    gatherers: int = 1  # at stage 3: the ranks that share what is gathered
     receives: bool = True  # else reductions read where the other ranks' gradients lie
 
 
@@ -83,6 +84,7 @@ def buffer_bytes(
     if stage == 3:
         gathered = _root_and_largest([shape for shape in apart if not shape.persistent])
         gathered += sum(shape.padded * shape.item_bytes for shape in apart if shape.persistent)
+        gathered //= max((shape.gatherers for shape in apart), default=1)
     slots = _root_and_largest([s for s in shapes if s.trainable]) if stage >= 2 else 0
     return padding + gathered + slots + wire_bytes(world, any(shape.receives for shape in shapes))
 

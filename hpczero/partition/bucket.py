@@ -59,6 +59,10 @@ class Bucket:
         """How many ranks share one copy of the weights that stays; 0: each gathers its own."""
         self.frees = self._sharded and not self.on_node
         """Whether released weights are gone from here."""
+        self._shared = self._sharded and memory is not None
+        """Whether the full run is one for all ranks of the node, gathered or staying."""
+        self.gatherers = world.local_size if self._shared else 1
+        """How many ranks share what is gathered."""
         self._publishes = plan.states.scope == "world" and (spreads or not self._sharded)
         self.held = 0
         """How many GatheredParameters forbid the release."""
@@ -86,18 +90,20 @@ class Bucket:
         if self._memory is None:
             self.full = torch.zeros(layout.padded, dtype=self.dtype)
         else:
-            take = self._memory.shared if self.on_node else self._memory.empty
+            take = self._memory.shared if self._shared else self._memory.empty
             self.full = take(self._full_bytes).view(self.dtype)
-        alone = self.on_node and self._world.nodes == 1  # who else has a copy?
+        if self._shared and self._memory is not None:
+            self._releases = self._memory.shared(8 * self._world.local_size).view(torch.int64)
+        alone = self._shared and self._world.nodes == 1  # who else has a copy?
         # One rank of a node writes what all of its ranks share.
-        mine = not self.on_node or self._world.local_rank == 0
+        mine = not self._shared or self._world.local_rank == 0
         whole = self.full if mine or alone else torch.zeros_like(self.full)
         if mine:
             for slot, parameter in zip(layout.slots, self.params, strict=True):
                 whole[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
         if not alone:
             self._world.gathers.broadcast(self._cargo("parameters", self.dtype), whole).result()
-        if self.on_node:
+        if self._shared:
             self._world.gathers.meet(f"weights of {self.name!r}").result()
         for slot, parameter in zip(layout.slots, self.params, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
@@ -107,7 +113,7 @@ class Bucket:
         if self.frees:
             self.shard = self._empty("params", self.own, self.dtype)
             self.shard.copy_(self.full[own])
-            self._ledger.add("buffers", self._full_bytes)
+            self._ledger.add("buffers", self._full_bytes // self.gatherers)
         else:
             self.shard = self.full[own]
             part = layout.padded // self._world.local_size if self._sharded else layout.padded
@@ -199,7 +205,7 @@ class Bucket:
             else:
                 self._memory.fill(self.full)
             self._allocated = True
-            self._ledger.add("buffers", self._full_bytes)
+            self._ledger.add("buffers", self._full_bytes // self.gatherers)
         self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
 
     def wait(self) -> None:
@@ -244,7 +250,11 @@ class Bucket:
             parameter.__class__ = ReleasedParameter
 
     def free(self) -> bool:
-        """Empty a released bucket's storage unless others look at it; tell whether it is empty."""
+        """Empty a released bucket's storage unless others look at it; tell whether it is empty.
+
+        What all ranks of the node share is emptied by the last of them. The others may have begun
+        to gather it again, but nothing is written before this one comes to that gather too.
+        """
         if self.gathered or self.persistent or not self.frees or not self._allocated:
             return True
         if self._count_aliases() > self._aliases:
@@ -252,9 +262,11 @@ class Bucket:
         if self._memory is None:
             self.full.untyped_storage().resize_(0)
         else:
-            self._memory.drop(self.full)
+            self._releases[self._world.local_rank] += 1
+            if bool((self._releases >= self._releases[self._world.local_rank]).all()):
+                self._memory.drop(self.full)
         self._allocated = False
-        self._ledger.add("buffers", -self._full_bytes)
+        self._ledger.add("buffers", -(self._full_bytes // self.gatherers))
         return True
 
     def _count_aliases(self) -> int:
@@ -410,14 +422,14 @@ class Bucket:
 
     def part(self) -> torch.Tensor:
         """Let changes of gathered weights stay on this rank; return a copy of what they are now."""
-        if self.on_node and self._memory is not None:
+        if self._shared and self._memory is not None:
             self._world.gathers.meet(f"GatheredParameters of {self.name!r}").result()
             self._memory.part(self.full)
         return self.full.clone()
 
     def discard(self, before: torch.Tensor) -> None:
         """Undo the changes since `part`, which returned `before`."""
-        if self.on_node and self._memory is not None:
+        if self._shared and self._memory is not None:
             self._memory.join(self.full)
         else:
             self.full.copy_(before)
@@ -433,15 +445,15 @@ class Bucket:
             bits = _BITS[self.dtype.itemsize]
             changed = new.view(bits) != before[lo:hi].view(bits)
             self.master[changed] = new[changed].to(self.master.dtype)
-        own = slice(*self.own)
-        if self.on_node and self._memory is not None:
-            mine = self.full[own].clone()
+        if not self._sharded:
+            return
+        mine = self.full[slice(*self.own)].clone()
+        if self._shared and self._memory is not None:
             self._memory.join(self.full)
-            self.full[own].copy_(mine)
+        self.shard.copy_(mine)
+        if self.on_node:
             published = self.publish() or self._world.gathers.meet(f"changes of {self.name!r}")
             published.result()
-        elif self._sharded:
-            self.shard.copy_(self.full[own])
 
     @property
     def is_root_rank(self) -> bool:
