@@ -3,7 +3,7 @@
 [Note: each byte crosses once]
 On several nodes of equally many ranks, only ranks of equal place on their nodes, a column, talk
 across. A gather sends a rank's shard to its column; then every rank of a node takes from its
-neighbours what their columns have brought. A reduction sums on the node first what goes to another,
+neighbours what their columns have brought, or finds it in the vector that they share. A reduction sums on the node first what goes to another,
 in float32, and sends that. So each byte crosses the network once per node in place of once per
 rank, and every rank drives a part of it.
 
