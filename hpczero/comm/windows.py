@@ -3,9 +3,9 @@
 [Note: each byte crosses once]
 On several nodes of equally many ranks, only ranks of equal place on their nodes, a column, talk
 across. A gather sends a rank's shard to its column; then every rank of a node takes from its
-neighbours what their columns have brought, or finds it in the vector that they share. A reduction sums on the node first what goes to another,
-in float32, and sends that. So each byte crosses the network once per node in place of once per
-rank, and every rank drives a part of it.
+neighbours what their columns have brought, or finds it in the vector that they share. A reduction
+sums on the node first what goes to another, in float32, and sends that. So each byte crosses the
+network once per node in place of once per rank, and every rank drives a part of it.
 
 The bits are those of `collectives`. All functions are called by all ranks of `comm`, one at a time,
 when all have come to it; they return when no rank looks at another's tensor any more.
