@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from hpczero import schedules
 from hpczero.comm import watch
 from hpczero.comm.collectives import Count, tabulate
-from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import Comm, World
 from hpczero.config import Config
@@ -80,7 +79,7 @@ class Engine:
         self.config = config.resolve(self.world.size)
         self.module = model
         self.device = _device(model)
-        self._memory = self._node_memory()
+        self._memory = self.world.node_memory if self.config.node_memory else None
         self.plan = Plan.stage(self.config.zero_optimization.stage, self._scope())
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
@@ -629,14 +628,6 @@ class Engine:
                 f"({world.no_node_memory}): use 'world'"
             )
         return "node"
-
-    def _node_memory(self) -> NodeMemory | None:
-        """Return the memory that all ranks of the node see, if there is one and it is wanted."""
-        if not self.config.node_memory:
-            return None
-        if self.world.no_node_memory and self.rank == 0:
-            log.warning(f"all ranks send messages: no node memory ({self.world.no_node_memory})")
-        return self.world.node_memory
 
     def _check_backward(self) -> None:
         stray = self._runtime.stray

@@ -562,6 +562,46 @@ def test_an_engine_that_is_dropped_is_gone(stage: int, node_memory: bool) -> Non
     assert [reference() for reference in alive if reference() is not None] == []
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "node_memory"), [*((stage, True) for stage in STAGES), (3, False)]
+)
+def test_blocks_of_gathered_parameters_inside_another(
+    stage: int, node_memory: bool, dtype: str
+) -> None:
+    engine = hpczero.Engine(TinyLM(), {**config(stage, dtype), "node_memory": node_memory})
+    before, root = engine.full_state_dict(), SIZE - 1
+    up, down = engine.module.blocks[1].up.weight, engine.module.blocks[1].down.weight
+    norm = engine.module.blocks[1].norm.weight
+    with hpczero.GatheredParameters([up, norm], modifier_rank=root):
+        if root == RANK:
+            up.data.fill_(3.0)
+        with hpczero.GatheredParameters([down], modifier_rank=0):
+            down.data.fill_(4.0 + RANK)
+        with hpczero.GatheredParameters([down]):
+            assert down.eq(4.0).all()
+            down.data.fill_(5.0)
+        if root == RANK:
+            assert up.eq(3.0).all()
+            norm.data.fill_(6.0)
+        assert down.eq(4.0).all()
+    with hpczero.GatheredParameters([up]):
+        if RANK == 0:
+            up.data.fill_(7.0)
+        with hpczero.GatheredParameters([norm], modifier_rank=0):
+            norm.data.fill_(8.0)
+    expected = {"blocks.1.up.weight": 3.0, "blocks.1.down.weight": 4.0, "blocks.1.norm.weight": 8.0}
+    after = engine.full_state_dict()
+    for name in before:
+        value = torch.full_like(before[name], expected[name]) if name in expected else before[name]
+        if RANK == 0:
+            assert torch.equal(after[name], value), name
+    with hpczero.GatheredParameters(engine.module):
+        assert (up.eq(3.0).all(), down.eq(4.0).all(), norm.eq(8.0).all()) == (True,) * 3
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+
+
 def test_gathered_parameters_leaves_strangers_alone() -> None:
     stranger = nn.Parameter(torch.ones(3))
     with hpczero.GatheredParameters([stranger], modifier_rank=0):

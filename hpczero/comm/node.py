@@ -32,7 +32,7 @@ NOWHERE = -1
 _REGION = 1 << 44
 """Bytes of each rank's interval of the file; never used twice, so far more than a node has."""
 
-_MAPPED = 1024
+_MAPPED = 16384
 """Mappings of others' memory that are kept."""
 
 _SOCKET_SECONDS = 10.0
@@ -64,6 +64,7 @@ class NodeMemory:
 
     def __init__(self, file: int, rank: int, size: int) -> None:
         self.file = file
+        weakref.finalize(self, os.close, file)
         self._next = rank * _REGION
         self._next_shared = size * _REGION
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -101,7 +102,7 @@ class NodeMemory:
         if window is None:
             address = _map(self.file, begin, length, mmap.MAP_SHARED)
             window = _tensor(address, length, _libc.munmap, address, length)
-            if len(self._looks) == _MAPPED:
+            while len(self._looks) >= _MAPPED:
                 self._looks.popitem(last=False)
         self._looks[begin, length] = window
         return window[place - begin : place - begin + nbytes]
@@ -111,7 +112,12 @@ class NodeMemory:
         self._advise(tensor, _REMOVE)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Take all pages of a whole tensor at once, cheaper than one by one; Linux 5.14 can."""
+        """Take all pages of a whole tensor at once, cheaper than one by one; Linux 5.14 can.
+
+        Maps them anew: MPI may have registered pages that another rank has dropped since, which
+        only its hook in this process's mmap tells it.
+        """
+        self.join(tensor)
         self._advise(tensor, _POPULATE_WRITE)
 
     def part(self, tensor: torch.Tensor) -> None:
@@ -197,9 +203,12 @@ def _pass(node: MPI.Intracomm, file: int, reason: str) -> tuple[int, list[str]]:
     """
     listener = None
     if node.rank == 0 and not reason and node.size > 1:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"\0{NAME}-{uuid.uuid4()}")
-        listener.listen(node.size)
+        try:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"\0{NAME}-{uuid.uuid4()}")
+            listener.listen(node.size)
+        except OSError as error:
+            listener, reason = None, f"no socket to pass the file: {error}"
     address = node.bcast(listener and listener.getsockname())
     channel = None
     if address and node.rank > 0:
@@ -240,6 +249,7 @@ def _fetch(channel: socket.socket) -> int:
     _, files, _, _ = socket.recv_fds(channel, 1, 1)
     if not files:
         raise ConnectionError("it was not sent")
+    os.set_inheritable(files[0], False)  # a program that outlives the job must not keep the memory
     return files[0]
 
 

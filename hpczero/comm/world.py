@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -33,6 +34,8 @@ _SIZE_VARIABLES = (
     "PALS_SIZE",
     "MPI_LOCALNRANKS",
 )
+
+log = logging.getLogger("hpczero")
 
 Comm = MPI.Intracomm
 """What MPI calls a group of ranks that can talk; other folders need no more of MPI."""
@@ -84,6 +87,8 @@ class World:
         """Memory that all ranks of the node see; None if any node has none, or it doesn't help."""
         self.no_node_memory = next((text for text in reasons if text), "")
         """Why there is none where there should be."""
+        if self.no_node_memory and self.rank == 0:
+            log.warning(f"all ranks send messages: no node memory ({self.no_node_memory})")
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
         self.timeline = Timeline()

@@ -79,6 +79,8 @@ class Arena:
         Waits for the oldest reduction in flight when there are many. Not for ever: it may hang on a
         gather that another rank wants from this one, and then more memory is taken instead.
         """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         while len(self._busy) >= SLOTS:
             done = wait([self._busy[0][0]], timeout=PATIENCE_SECONDS).done
             if not done:
@@ -99,7 +101,8 @@ class Arena:
 
     def give_back(self, tensor: torch.Tensor, when: Future[Any]) -> None:
         """Take memory back as soon as the reduction that reads it is done."""
-        self._busy.append((when, self._lent.pop(tensor.data_ptr())))
+        if tensor.numel():
+            self._busy.append((when, self._lent.pop(tensor.data_ptr())))
 
     def _reclaim(self) -> None:
         done = [memory for future, memory in self._busy if future.done()]

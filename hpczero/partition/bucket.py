@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -18,8 +18,6 @@ from hpczero.partition.layout import Layout
 from hpczero.partition.precision import Precision
 from hpczero.partition.tensor import ReleasedParameter
 from hpczero.plan import Home, Plan
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Bucket:
@@ -66,6 +64,8 @@ class Bucket:
         self._publishes = plan.states.scope == "world" and (spreads or not self._sharded)
         self.held = 0
         """How many GatheredParameters forbid the release."""
+        self._befores: list[torch.Tensor] = []
+        """What the weights were when each GatheredParameters began, the outermost first."""
         self.persistent = False
         """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
@@ -73,6 +73,8 @@ class Bucket:
         """Whether the weights can be read: gathered, and waited for."""
         self._allocated = True
         """Whether the full run has memory."""
+        self._gathers = 1
+        """How often all ranks have had the full run: a number that they agree on."""
         self._classes = [type(parameter) for parameter in self.params]
         self._build(plan)
         if self.trainable:
@@ -93,7 +95,7 @@ class Bucket:
             take = self._memory.shared if self._shared else self._memory.empty
             self.full = take(self._full_bytes).view(self.dtype)
         if self._shared and self._memory is not None:
-            self._releases = self._memory.shared(8 * self._world.local_size).view(torch.int64)
+            self._released = self._memory.shared(8 * self._world.local_size).view(torch.int64)
         alone = self._shared and self._world.nodes == 1  # who else has a copy?
         # One rank of a node writes what all of its ranks share.
         mine = not self._shared or self._world.local_rank == 0
@@ -206,6 +208,7 @@ class Bucket:
                 self._memory.fill(self.full)
             self._allocated = True
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
+        self._gathers += 1
         self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
 
     def wait(self) -> None:
@@ -262,8 +265,8 @@ class Bucket:
         if self._memory is None:
             self.full.untyped_storage().resize_(0)
         else:
-            self._releases[self._world.local_rank] += 1
-            if bool((self._releases >= self._releases[self._world.local_rank]).all()):
+            self._released[self._world.local_rank] = self._gathers
+            if bool((self._released >= self._gathers).all()):
                 self._memory.drop(self.full)
         self._allocated = False
         self._ledger.add("buffers", -(self._full_bytes // self.gatherers))
@@ -420,40 +423,63 @@ class Bucket:
         if self.trainable and self.master.data_ptr() != self.weights.data_ptr():
             self.weights.copy_(self.master)
 
-    def part(self) -> torch.Tensor:
-        """Let changes of gathered weights stay on this rank; return a copy of what they are now."""
+    def part(self) -> None:
+        """Let changes of gathered weights stay on this rank until `adopt` or `discard`.
+
+        All ranks call. May be called again before that. Costs a copy of the full run.
+        """
         if self._shared and self._memory is not None:
             self._world.gathers.meet(f"GatheredParameters of {self.name!r}").result()
-            self._memory.part(self.full)
-        return self.full.clone()
+            if not self._befores:
+                self._memory.part(self.full)
+        self._befores.append(self.full.clone())
 
-    def discard(self, before: torch.Tensor) -> None:
-        """Undo the changes since `part`, which returned `before`."""
-        if self._shared and self._memory is not None:
+    def keep_changes_of(self, params: Sequence[torch.Tensor]) -> None:
+        """Undo the changes since the last `part` of all other parameters than these."""
+        kept = {id(parameter) for parameter in params}
+        for slot, parameter in zip(self.layout.slots, self.params, strict=True):
+            if id(parameter) not in kept:
+                place = slice(slot.start, slot.stop)
+                self.full[place].copy_(self._befores[-1][place])
+
+    def discard(self) -> None:
+        """Undo the changes since the last `part`."""
+        before = self._befores.pop()
+        if self._shared and self._memory is not None and not self._befores:
             self._memory.join(self.full)
         else:
             self.full.copy_(before)
 
-    def adopt(self, before: torch.Tensor) -> None:
-        """Take over weights that all ranks have changed alike since `part` returned `before`.
+    def adopt(self) -> None:
+        """Take over weights that all ranks have changed alike since the last `part`.
 
         Masters change only where bits of the weights did. All ranks call.
         """
+        before, after = self._befores.pop(), self.full.clone()
+        other = after.view(torch.uint8) != before.view(torch.uint8)
+        changed = other.view(self.layout.padded, self.dtype.itemsize).any(1)
+        for earlier in self._befores:
+            earlier[changed] = after[changed]
         lo, hi = self.span if self.trainable else self.own
-        new = self.full[lo:hi]
         if self.trainable and self.master.dtype != self.dtype:
-            bits = _BITS[self.dtype.itemsize]
-            changed = new.view(bits) != before[lo:hi].view(bits)
-            self.master[changed] = new[changed].to(self.master.dtype)
+            mine = changed[lo:hi]
+            self.master[mine] = after[lo:hi][mine].to(self.master.dtype)
         if not self._sharded:
             return
-        mine = self.full[slice(*self.own)].clone()
         if self._shared and self._memory is not None:
             self._memory.join(self.full)
-        self.shard.copy_(mine)
+        own = slice(*self.own)
+        self.shard[changed[own]] = after[own][changed[own]]
         if self.on_node:
             published = self.publish() or self._world.gathers.meet(f"changes of {self.name!r}")
             published.result()
+        elif self._shared:  # what is gathered is still the old
+            self._forget()
+            self.gather()
+            self.wait()
+        if self._befores and self._shared and self._memory is not None:
+            self._memory.part(self.full)
+            self.full.copy_(after)
 
     @property
     def is_root_rank(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-import torch
 from torch import nn
 
 from hpczero.partition.bucket import Bucket
@@ -45,14 +44,13 @@ class GatheredParameters:
             if member is not None:
                 self._members.setdefault(id(member.bucket), []).append(parameter)
                 self._runtimes[id(member.bucket)] = (member.bucket, member.runtime)
-        self._before: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> None:
         """Gather."""
-        for key, (bucket, runtime) in self._runtimes.items():
+        for bucket, runtime in self._runtimes.values():
             bucket.held += 1
             runtime.use(bucket)
-            self._before[key] = bucket.part()
+            bucket.part()
 
     def __exit__(
         self,
@@ -62,11 +60,10 @@ class GatheredParameters:
     ) -> None:
         """Keep the modifier's changes, or discard all, and release."""
         for key, (bucket, runtime) in self._runtimes.items():
-            before = self._before.pop(key)
             if error is None and self._modifier_rank is not None:
-                runtime.broadcast_full(bucket, self._modifier_rank, before, self._members[key])
+                runtime.broadcast_full(bucket, self._modifier_rank, self._members[key])
             else:
-                bucket.discard(before)
+                bucket.discard()
             bucket.held -= 1
             if not runtime.running:
                 runtime.release_all()

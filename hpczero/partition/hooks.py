@@ -384,19 +384,14 @@ class Runtime:
             self._lingering.append(bucket)
         self._lingering = [bucket for bucket in self._lingering if not bucket.free()]
 
-    def broadcast_full(
-        self, bucket: Bucket, root: int, before: torch.Tensor, params: Sequence[nn.Parameter]
-    ) -> None:
+    def broadcast_full(self, bucket: Bucket, root: int, params: Sequence[nn.Parameter]) -> None:
         """Give all ranks the weights that `root` changed, restricted to the given parameters."""
-        changed = {id(parameter) for parameter in params}
-        for slot, parameter in zip(bucket.layout.slots, bucket.params, strict=True):
-            if id(parameter) not in changed:
-                place = slice(slot.start, slot.stop)
-                bucket.full[place].copy_(before[place])
+        bucket.keep_changes_of(params)
         payload = bucket.full.numel() * bucket.full.element_size()
         cargo = Cargo("parameters", bucket.name, payload)
         self._world.gathers.broadcast(cargo, bucket.full, root).result()
-        bucket.adopt(before)
+        bucket.keep_changes_of(params)  # of a block around this one, only its own rank's stay
+        bucket.adopt()
 
     def release_all(self) -> None:
         """Release all buckets, foreseen ones too."""
