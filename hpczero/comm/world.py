@@ -80,7 +80,7 @@ class World:
         self.nodes = len(self.node_ranks)
         reasons: list[str] = comm.allgather(reason)
         useful = columns(self.node_ranks)
-        if not useful and self.nodes < self.size:
+        if not useful and self.nodes < self.size and not any(reasons):
             sizes = ", ".join(str(len(ranks)) for ranks in self.node_ranks)
             reasons = [f"its ranks per node are {sizes}, not evenly spread"]
         self.node_memory = None if any(reasons) or not useful else memory
