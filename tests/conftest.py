@@ -14,10 +14,13 @@ pytest-mpi may be installed or not; `--with-mpi` is implied where it is.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -248,6 +251,7 @@ def end_all() -> NoReturn:
 
 
 @pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest takes its folder
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): how long the test may take")
     config.addinivalue_line("markers", "mpi(min_size): runs in every world size, from min_size on")
@@ -259,6 +263,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if SIZE == 1:
         return
     config.pluginmanager.register(Ranks(watchdog), "hpczero-ranks")
+    # Ranks that share the numbered folders in /tmp remove old ones under one another's hands.
+    config.option.basetemp = folder = tempfile.mkdtemp(prefix=f"pytest-rank-{RANK}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.set_num_threads(1)
     if RANK > 0:
         config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: PTH123, SIM115
