@@ -251,7 +251,6 @@ def end_all() -> NoReturn:
 
 
 @pytest.hookimpl(trylast=True)
-@pytest.hookimpl(tryfirst=True)  # before pytest takes its folder
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): how long the test may take")
     config.addinivalue_line("markers", "mpi(min_size): runs in every world size, from min_size on")
@@ -264,7 +263,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     config.pluginmanager.register(Ranks(watchdog), "hpczero-ranks")
     # Ranks that share the numbered folders in /tmp remove old ones under one another's hands.
-    config.option.basetemp = folder = tempfile.mkdtemp(prefix=f"pytest-rank-{RANK}-")
+    folder = tempfile.mkdtemp(prefix=f"pytest-rank-{RANK}-")
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.set_num_threads(1)
     if RANK > 0:
