@@ -8,6 +8,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpczero.comm.windows import columns
 from hpczero.comm.world import World, check_launcher
 
 SIZES = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"]
@@ -22,7 +23,7 @@ def test_world_is_made_once_per_communicator(world_comm: MPI.Intracomm) -> None:
     assert world.nodes == -(-world.size // node)
     assert world.local_rank == world.rank % node
     assert world.local_size == min(node, world.size - world.rank // node * node)
-    assert world.node_memory is not None
+    assert (world.node_memory is not None) == columns(world.node_ranks)
     assert len(world.hosts) == world.size
     assert world.mean(float(world.rank)) == sum(range(world.size)) / world.size
     objects = world.gather_objects(("rank", world.rank))
