@@ -63,6 +63,17 @@ def loop(model: Any, optimizer: Any) -> Contender:
     return Contender(backward, update)
 
 
+def engine_loop(engine: Any, sent: Callable[[], int | None] = lambda: None) -> Contender:
+    """Return the loop of an engine, DeepSpeed's or ours."""
+
+    def backward(tokens: Any, targets: Any) -> Any:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        return loss
+
+    return Contender(backward, engine.step, sent)
+
+
 def adamw(params: Iterable[Any], half: bool) -> Any:
     kind, more = adamw_kind(half)
     return kind(params, lr=LR, **more)
@@ -99,24 +110,24 @@ def floor(model: Any, half: bool) -> Contender:
     return loop(model, adamw(model.parameters(), half))
 
 
-def ddp(model: Any, half: bool) -> Contender:
+def replicated(model: Any, half: bool) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     gloo()
-    model = DistributedDataParallel(
+    return DistributedDataParallel(
         model.bfloat16() if half else model, gradient_as_bucket_view=True
     )
+
+
+def ddp(model: Any, half: bool) -> Contender:
+    model = replicated(model, half)
     return loop(model, adamw(model.parameters(), half))
 
 
 def ddp_zero(model: Any, half: bool) -> Contender:
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
 
-    gloo()
-    model = DistributedDataParallel(
-        model.bfloat16() if half else model, gradient_as_bucket_view=True
-    )
+    model = replicated(model, half)
     kind, more = adamw_kind(half)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=LR, **more)
     return loop(model, optimizer)
@@ -141,62 +152,58 @@ def fsdp2(reshard: bool) -> Callable[[Any, bool], Contender]:
 
 def deepspeed(stage: int) -> Callable[[Any, bool], Contender]:
     def build(model: Any, half: bool) -> Contender:
-        import deepspeed
-        import deepspeed.ops
-        import torch
-
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles when it starts
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
-            config={
-                "train_micro_batch_size_per_gpu": 1,  # says nothing: the loop gives the batches
-                "gradient_clipping": 0.0,
-                "bf16": {"enabled": half},
-                "zero_optimization": {
-                    "stage": stage,
-                    "reduce_bucket_size": BUCKET,
-                    "allgather_bucket_size": BUCKET,
-                    "stage3_prefetch_bucket_size": BUCKET,
-                },
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "steps_per_print": 10**9,
-            },
-        )
-
-        def backward(tokens: Any, targets: Any) -> Any:
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            return loss
-
-        return Contender(backward, engine.step)
+        zero = {
+            "stage": stage,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+        }
+        return deepspeed_engine(model, half, zero)
 
     return build
+
+
+def deepspeed_engine(model: Any, half: bool, zero: dict[str, Any]) -> Contender:
+    """Return DeepSpeed with torch's fused AdamW, as its own would be compiled first."""
+    import deepspeed
+    import deepspeed.ops
+    import torch
+
+    deepspeed.ops.__compatible_ops__ = {}  # nor is its all-reduce compiled
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": 1,  # says nothing: the loop gives the batches
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": half},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        },
+    )
+    return engine_loop(engine)
 
 
 def ours(stage: int) -> Callable[[Any, bool], Contender]:
-    def build(model: Any, half: bool) -> Contender:
-        import hpczero
+    return lambda model, half: our_engine(model, half, {"stage": stage})
 
-        engine = hpczero.Engine(
-            model,
-            {
-                "zero_optimization": {"stage": stage},
-                "bf16": {"enabled": half},
-                "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-            },
-        )
 
-        def backward(tokens: Any, targets: Any) -> Any:
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            return loss
+def our_engine(model: Any, half: bool, zero: dict[str, Any]) -> Contender:
+    """Return ours."""
+    import hpczero
 
-        return Contender(backward, engine.step, lambda: int(engine.traffic()["sent"]))
-
-    return build
+    engine = hpczero.Engine(
+        model,
+        {
+            "zero_optimization": zero,
+            "bf16": {"enabled": half},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        },
+    )
+    return engine_loop(engine, lambda: int(engine.traffic()["sent"]))
 
 
 FLOOR = "floor"

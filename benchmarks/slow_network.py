@@ -34,11 +34,13 @@ from benchmarks.contenders import (
     LR,
     Alone,
     Contender,
+    deepspeed_engine,
     floor,
     gloo,
     launched_rank,
     loop,
     module,
+    our_engine,
 )
 
 WARMUP = 2
@@ -69,53 +71,17 @@ def fsdp2(model: Any, half: bool, keep: bool) -> Contender:
 
 
 def deepspeed(model: Any, half: bool, keep: bool) -> Contender:
-    """Return DeepSpeed with torch's fused AdamW, as its own would be compiled first."""
-    import deepspeed
-    import deepspeed.ops
-    import torch
-
-    deepspeed.ops.__compatible_ops__ = {}  # nor is its all-reduce compiled
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    """Return DeepSpeed's stage 3."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if not keep:
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
-        config={
-            "train_micro_batch_size_per_gpu": 1,  # says nothing: the loop gives the batches
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": half},
-            "zero_optimization": zero,
-            "steps_per_print": ALL,
-        },
-    )
-    return engine_loop(engine, lambda: None)
+    return deepspeed_engine(model, half, zero)
 
 
 def hpczero(model: Any, half: bool, keep: bool, scope: str = "world") -> Contender:
     """Return ours, with the parameters sharded over the world or over each node."""
-    import hpczero
-
     zero = {"stage": 3, "partition_scope": scope}
-    engine = hpczero.Engine(
-        model,
-        {
-            "zero_optimization": {**zero, "stage3_max_reuse_distance": ALL if keep else 0},
-            "bf16": {"enabled": half},
-            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-        },
-    )
-    return engine_loop(engine, lambda: int(engine.traffic()["sent"]))
-
-
-def engine_loop(engine: Any, sent: Callable[[], int | None]) -> Contender:
-    def backward(tokens: Any, targets: Any) -> Any:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        return loss
-
-    return Contender(backward, engine.step, sent)
+    return our_engine(model, half, {**zero, "stage3_max_reuse_distance": ALL if keep else 0})
 
 
 CONTENDERS: dict[str, Callable[[Any, bool, bool], Contender]] = {

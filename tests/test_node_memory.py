@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,24 @@ def test_between_nodes_each_byte_crosses_once(
     World.of(comm).close()
 
 
-@pytest.mark.mpi
-def test_the_last_of_a_node_gives_pages_back(
+@pytest.fixture
+def two_nodes(
     world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[MPI.Intracomm]:
+    """Give the ranks as two pretended nodes of two."""
     if SIZE != 4:
         pytest.skip("two nodes of two ranks need four")
     monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", "2")
     comm = world_comm.Dup()
-    expected = train(TinyLM, lm_loss, config(3), comm, steps=4).losses
+    yield comm
+    World.of(comm).close()
+
+
+@pytest.mark.mpi
+def test_the_last_of_a_node_gives_pages_back(two_nodes: MPI.Intracomm) -> None:
+    expected = train(TinyLM, lm_loss, config(3), two_nodes, steps=4).losses
     torch.manual_seed(0)
-    engine = hpczero.Engine(TinyLM(), config(3), comm)
+    engine = hpczero.Engine(TinyLM(), config(3), two_nodes)
     kept: list[torch.Tensor] = []
     losses = []
 
@@ -123,18 +131,13 @@ def test_the_last_of_a_node_gives_pages_back(
         kept.clear()
         losses.append(engine.world.mean(loss.item()))
     assert losses == expected
-    World.of(comm).close()
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("frozen", [False, True])
 def test_changes_of_weights_that_stay_gathered_are_seen(
-    frozen: bool, world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, two_nodes: MPI.Intracomm
 ) -> None:
-    if SIZE != 4:
-        pytest.skip("two nodes of two ranks need four")
-    monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", "2")
-    comm = world_comm.Dup()
     losses = []
     for threshold in (0, 10**9):
         torch.manual_seed(0)
@@ -142,7 +145,7 @@ def test_changes_of_weights_that_stay_gathered_are_seen(
         model.blocks.requires_grad_(not frozen)
         settings = config(3, "bf16")
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
-        engine = hpczero.Engine(model, settings, comm)
+        engine = hpczero.Engine(model, settings, two_nodes)
         for step in range(3):
             engine.backward(engine(tokens(step * SIZE + RANK)))
             engine.step()
@@ -150,7 +153,6 @@ def test_changes_of_weights_that_stay_gathered_are_seen(
                 model.blocks[1].up.weight.data.fill_(RANK + step)
             losses.append(engine.world.mean(engine(tokens(RANK)).item()))
     assert losses[:3] == losses[3:]
-    World.of(comm).close()
 
 
 def over_nodes(dtype: str = "fp32", **more: int) -> dict[str, Any]:
@@ -200,14 +202,8 @@ def test_parameters_may_be_sharded_over_the_node(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_changes_and_checkpoints_reach_all_nodes(
-    dtype: str, world_comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if SIZE != 4:
-        pytest.skip("two nodes of two ranks need four")
-    monkeypatch.setenv("HPCZERO_RANKS_PER_NODE", "2")
-    comm = world_comm.Dup()
-    folder = Path(comm.bcast(tempfile.mkdtemp() if RANK == 0 else ""))
+def test_changes_and_checkpoints_reach_all_nodes(dtype: str, two_nodes: MPI.Intracomm) -> None:
+    folder = Path(two_nodes.bcast(tempfile.mkdtemp() if RANK == 0 else ""))
 
     def model() -> TinyLM:
         torch.manual_seed(0)
@@ -219,11 +215,11 @@ def test_changes_and_checkpoints_reach_all_nodes(
         """Return what every rank sees, after rank 0's."""
         with hpczero.GatheredParameters(engine.module):
             mine = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
-        first = comm.bcast(mine)
+        first = two_nodes.bcast(mine)
         return [first, mine]
 
     settings = over_nodes(dtype)
-    engine = hpczero.Engine(model(), settings, comm)
+    engine = hpczero.Engine(model(), settings, two_nodes)
     engine.backward(engine(tokens(RANK)))
     engine.step()
     for weight in (engine.module.blocks[0].up.weight, engine.module.blocks[1].up.weight):
@@ -233,7 +229,7 @@ def test_changes_and_checkpoints_reach_all_nodes(
             assert weight.eq(3).all()
     assert torch.equal(*weights(engine))
     engine.save_checkpoint(folder)
-    again = hpczero.Engine(model(), settings, comm)
+    again = hpczero.Engine(model(), settings, two_nodes)
     again.load_checkpoint(folder)
     found = [*weights(engine), *weights(again)]
     assert all(torch.equal(found[0], other) for other in found)
@@ -241,7 +237,6 @@ def test_changes_and_checkpoints_reach_all_nodes(
         each.backward(each(tokens(RANK)))
         each.step()
     assert torch.equal(weights(engine)[1], weights(again)[1])
-    World.of(comm).close()
     if RANK == 0:
         shutil.rmtree(folder)
 

@@ -20,7 +20,7 @@ from hpczero.comm.collectives import Count, Nodes, Staging, Traffic
 from hpczero.comm.node import NOWHERE, NodeMemory
 from hpczero.comm.timeline import Timeline
 from hpczero.comm.waiting import YIELD_SECONDS, wait_politely
-from hpczero.comm.windows import Windows, columns
+from hpczero.comm.windows import Windows
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
 
@@ -119,10 +119,10 @@ class Courier:
         self.waits = False
         """Whether the collective under way waits for other ranks to come to it."""
         self._nodes = nodes or [range(comm.size)]
-        self._windows: Windows | None = None
-        self._memory = memory if columns(self._nodes) else None
-        if self._memory is not None:
-            self._windows = Windows(self.comm, self._memory, patience, self._nodes)
+        self._memory = memory
+        self._windows = (
+            None if memory is None else Windows(self.comm, memory, patience, self._nodes)
+        )
         self._records = np.empty((comm.size, SIGNATURE_BYTES + _PLACES.size), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hpczero-{name}", daemon=True)

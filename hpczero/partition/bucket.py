@@ -24,9 +24,10 @@ class Bucket:
     """Own the tensors of parameters that travel together (see [Note: the tensors of a bucket]).
 
     Created by all ranks together; rank 0's values win. Costs on each rank what `sizing` states for
-    the plan, and while gathered the full run in the compute dtype. In a `memory` of all ranks, what
-    they reduce and publish is read where it lies, and sharded parameters are there once for all:
-    the shard is a slice of the full run, and a gather moves nothing.
+    the plan, and while gathered the full run in the compute dtype. In the `memory` of the node,
+    what ranks reduce and publish is read where it lies, and the full run of sharded parameters is
+    one for its ranks. Where there is one node only, or parameters are sharded over nodes only, it
+    stays: the shard is a slice of it, and a gather moves nothing.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Bucket:
         """How many ranks share one copy of the weights that stays; 0: each gathers its own."""
         self.frees = self._sharded and not self.on_node
         """Whether released weights are gone from here."""
-        self._shared = self._sharded and memory is not None
-        """Whether the full run is one for all ranks of the node, gathered or staying."""
-        self.gatherers = world.local_size if self._shared else 1
+        self._shared = memory if self._sharded else None
+        """Where the full run is one for all ranks of the node, gathered or staying."""
+        self.gatherers = 1 if self._shared is None else world.local_size
         """How many ranks share what is gathered."""
         self._publishes = plan.states.scope == "world" and (spreads or not self._sharded)
         self.held = 0
@@ -92,20 +93,20 @@ class Bucket:
         if self._memory is None:
             self.full = torch.zeros(layout.padded, dtype=self.dtype)
         else:
-            take = self._memory.shared if self._shared else self._memory.empty
+            take = self._memory.empty if self._shared is None else self._memory.shared
             self.full = take(self._full_bytes).view(self.dtype)
-        if self._shared and self._memory is not None:
-            self._released = self._memory.shared(8 * self._world.local_size).view(torch.int64)
-        alone = self._shared and self._world.nodes == 1  # who else has a copy?
+        if self._shared is not None:
+            self._released = self._shared.shared(8 * self._world.local_size).view(torch.int64)
+        alone = self._shared is not None and self._world.nodes == 1  # who else has a copy?
         # One rank of a node writes what all of its ranks share.
-        mine = not self._shared or self._world.local_rank == 0
+        mine = self._shared is None or self._world.local_rank == 0
         whole = self.full if mine or alone else torch.zeros_like(self.full)
         if mine:
             for slot, parameter in zip(layout.slots, self.params, strict=True):
                 whole[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
         if not alone:
             self._world.gathers.broadcast(self._cargo("parameters", self.dtype), whole).result()
-        if self._shared:
+        if self._shared is not None:
             self._world.gathers.meet(f"weights of {self.name!r}").result()
         for slot, parameter in zip(layout.slots, self.params, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
@@ -126,7 +127,6 @@ class Bucket:
         self.release()
 
     def _build_trainable(self, plan: Plan, precision: Precision) -> None:
-        layout = self.layout
         self._divisor = self._world.size
         self.span = self._span(plan.states)
         """The interval of the flat run that this rank updates."""
@@ -139,20 +139,19 @@ class Bucket:
         else:
             self.master = self._empty("states", self.span, master).copy_(self.weights)
         grads_lo, grads_hi = self._span(plan.grads)
-        whole = grads_hi - grads_lo == layout.padded and plan.grads.scope == "none"
+        self._accumulates = plan.grads.scope == "none"
+        """Whether local gradients add up in `grads`, which the others then look at."""
         self.grads = self._empty(
             "grads",
             (grads_lo, grads_hi),
             precision.grads(self.dtype),
-            self._memory if whole else None,
+            self._memory if self._accumulates else None,
         ).zero_()
         self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
         """The reduced gradient of the updated interval."""
         own_lo, own_hi = self.own
         self.own_gradient = self.grads[own_lo - grads_lo : own_hi - grads_lo]
         """The reduced gradient of this rank's shard."""
-        self._accumulates = whole
-        """Whether local gradients add up in `grads`, which the others then look at."""
         self._everywhere = plan.states.scope == "none"
         self._local_dtype = self.grads.dtype if self._accumulates else self.dtype
         self._local: torch.Tensor | None = None
@@ -202,10 +201,10 @@ class Bucket:
             self._world.traffic.add("all_gather", cargo.purpose, Count(1, cargo.payload, 0))
             return
         if not self._allocated:
-            if self._memory is None:
+            if self._shared is None:
                 self.full.untyped_storage().resize_(self._full_bytes)
             else:
-                self._memory.fill(self.full)
+                self._shared.fill(self.full)
             self._allocated = True
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         self._gathers += 1
@@ -262,12 +261,12 @@ class Bucket:
             return True
         if self._count_aliases() > self._aliases:
             return False
-        if self._memory is None:
+        if self._shared is None:
             self.full.untyped_storage().resize_(0)
         else:
             self._released[self._world.local_rank] = self._gathers
             if bool((self._released >= self._gathers).all()):
-                self._memory.drop(self.full)
+                self._shared.drop(self.full)
         self._allocated = False
         self._ledger.add("buffers", -(self._full_bytes // self.gatherers))
         return True
@@ -428,10 +427,10 @@ class Bucket:
 
         All ranks call. May be called again before that. Costs a copy of the full run.
         """
-        if self._shared and self._memory is not None:
+        if self._shared is not None:
             self._world.gathers.meet(f"GatheredParameters of {self.name!r}").result()
             if not self._befores:
-                self._memory.part(self.full)
+                self._shared.part(self.full)
         self._befores.append(self.full.clone())
 
     def keep_changes_of(self, params: Sequence[torch.Tensor]) -> None:
@@ -445,8 +444,8 @@ class Bucket:
     def discard(self) -> None:
         """Undo the changes since the last `part`."""
         before = self._befores.pop()
-        if self._shared and self._memory is not None and not self._befores:
-            self._memory.join(self.full)
+        if self._shared is not None and not self._befores:
+            self._shared.join(self.full)
         else:
             self.full.copy_(before)
 
@@ -466,19 +465,19 @@ class Bucket:
             self.master[mine] = after[lo:hi][mine].to(self.master.dtype)
         if not self._sharded:
             return
-        if self._shared and self._memory is not None:
-            self._memory.join(self.full)
+        if self._shared is not None:
+            self._shared.join(self.full)
         own = slice(*self.own)
         self.shard[changed[own]] = after[own][changed[own]]
         if self.on_node:
             published = self.publish() or self._world.gathers.meet(f"changes of {self.name!r}")
             published.result()
-        elif self._shared:  # what is gathered is still the old
+        elif self._shared is not None:  # what is gathered is still the old
             self._forget()
             self.gather()
             self.wait()
-        if self._befores and self._shared and self._memory is not None:
-            self._memory.part(self.full)
+        if self._befores and self._shared is not None:
+            self._shared.part(self.full)
             self.full.copy_(after)
 
     @property
