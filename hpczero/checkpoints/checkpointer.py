@@ -16,7 +16,6 @@ from torch import nn
 
 from hpczero.checkpoints import folder as folders
 from hpczero.checkpoints import randomness
-from hpczero.checkpoints.hdf5 import name_of
 from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.load import Loading, Weights, persistent_buffers, tied
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Layout, Manifest, Place, Run
@@ -28,6 +27,7 @@ from hpczero.checkpoints.source import Source
 from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.errors import CheckpointError
+from hpczero.infinity.hdf5 import name_of
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.optimizer import ShardedOptimizer
 

@@ -8,9 +8,10 @@ from typing import Literal
 import h5py
 import torch
 
-from hpczero.checkpoints import hdf5, safetensors, torchfile
+from hpczero.checkpoints import safetensors, torchfile
 from hpczero.checkpoints.files import replacing
 from hpczero.checkpoints.source import Done, Progress, Source, converted, numel, pieces, raw
+from hpczero.infinity import hdf5
 
 Format = Literal["safetensors", "torch", "hdf5"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,23 +25,6 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raise an OSError that names `path` for those that don't, of the system or of HDF5.
-
-    HDF5's own tell in several lines which of its functions met an errno, if as a RuntimeError.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number is None and (told := re.search(r"errno = (\d+)", str(error))):
-            number = int(told[1])
-        if number is None or getattr(error, "filename", None) is not None:
-            raise
-        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def sync(path: Path) -> None:

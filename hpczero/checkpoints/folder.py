@@ -18,8 +18,9 @@ import shutil
 from pathlib import Path
 
 from hpczero.checkpoints import manifest as manifests
-from hpczero.checkpoints.files import naming, sync
+from hpczero.checkpoints.files import sync
 from hpczero.errors import CheckpointError
+from hpczero.infinity.hdf5 import naming
 
 LATEST = "latest"
 SAVING = ".saving-"

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hpczero.checkpoints.deepspeed import DeepSpeedFolder
 from hpczero.checkpoints.folder import Folder
-from hpczero.checkpoints.hdf5 import name_of
 from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest, Place, Run
 from hpczero.checkpoints.plain import encode
 from hpczero.checkpoints.rankfile import Stream, write
 from hpczero.checkpoints.save import Told, finish
 from hpczero.checkpoints.source import Done, Progress, numel
+from hpczero.infinity.hdf5 import name_of
 from hpczero.partition.layout import Layout
 
 # Which optimizer keeps such states; a config of DeepSpeed's need not name it.

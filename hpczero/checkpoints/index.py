@@ -14,9 +14,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpczero.checkpoints.files import naming
-from hpczero.checkpoints.hdf5 import dtype_of, hdf5_type, link_properties
 from hpczero.checkpoints.manifest import BUFFERS, Manifest
+from hpczero.infinity.hdf5 import dtype_of, hdf5_type, link_properties, naming
 
 FILE = "index.h5"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpczero.checkpoints.hdf5 import dtype_of, name_of
+from hpczero.infinity.hdf5 import dtype_of, name_of
 
 _TAG = "__type__"
 

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 import xxhash
 
-from hpczero.checkpoints.files import naming
-from hpczero.checkpoints.hdf5 import dtype_of, name_of, reserve, write_at
 from hpczero.comm.world import Comm
 from hpczero.errors import CheckpointError
+from hpczero.infinity.hdf5 import dtype_of, name_of, naming, reserve, write_at
 
 BLOCK = 1 << 24
 """Bytes under one checksum."""

@@ -9,11 +9,11 @@ import torch
 
 from hpczero.checkpoints import index
 from hpczero.checkpoints import manifest as manifests
-from hpczero.checkpoints.hdf5 import dtype_of
 from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Manifest
 from hpczero.checkpoints.rankfile import RankFile, checksum
 from hpczero.errors import CheckpointError
+from hpczero.infinity.hdf5 import dtype_of
 
 OPEN_FILES = 128
 """How many ranks' files are open at a time: a process may have a thousand or so."""

@@ -9,11 +9,11 @@ from typing import Any
 from hpczero.checkpoints import folder as folders
 from hpczero.checkpoints import index
 from hpczero.checkpoints import manifest as manifests
-from hpczero.checkpoints.hdf5 import dtype_of, name_of
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.checkpoints.source import numel
 from hpczero.errors import CheckpointError
+from hpczero.infinity.hdf5 import dtype_of, name_of
 
 
 def find_any(path: Path) -> Path:

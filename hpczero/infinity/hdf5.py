@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -90,3 +94,21 @@ def write_at(number: int, offset: int, data: memoryview) -> None:
     while data:
         written = os.pwrite(number, data, offset)
         offset, data = offset + written, data[written:]
+
+
+@contextlib.contextmanager
+def naming(path: Path, what: str = "") -> Iterator[None]:
+    """Raise an OSError that names `path`, and what was done, for those of the system or of HDF5.
+
+    HDF5's own tell in several lines which of its functions met an errno, if as a RuntimeError.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number is None and (told := re.search(r"errno = (\d+)", str(error))):
+            number = int(told[1])
+        if number is None or getattr(error, "filename", None) is not None:
+            raise
+        text = f"{what}: {os.strerror(number)}" if what else os.strerror(number)
+        raise OSError(number, text, str(path)) from error

@@ -1,0 +1,119 @@
+"""What every tier can do, and the tier that is memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import torch
+
+CUT = 4096
+"""Parts of arrays are cut at multiples of so many elements; see [Note: parts]."""
+
+
+def done() -> Future[None]:
+    """Return a future of nothing to wait for."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+_DONE = done()
+
+
+class Array:
+    """Hold a flat tensor that is always in memory: reading, writing and dropping do nothing.
+
+    See `hpczero.infinity` for what they do where it isn't. Parts are elements [start, stop), by
+    default all.
+    """
+
+    resident = True
+    """Whether `tensor` can be looked at without `read`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def read(self, start: int = 0, stop: int | None = None) -> Future[None]:
+        """Bring a part into `tensor`; costs its bytes until it is written or dropped."""
+        return _DONE
+
+    def write(self, start: int = 0, stop: int | None = None) -> Future[None]:
+        """Keep a part as it is in `tensor` now, which must not change until this is done; drop."""
+        return _DONE
+
+    def drop(self, start: int = 0, stop: int | None = None) -> None:
+        """Give back the memory of a part that was read and not changed."""
+
+    def settle(self, filled: Future[None], look: Callable[[], None]) -> Future[None]:
+        """Keep everything as soon as it has been filled; done when `look` has looked at it.
+
+        Where everything stays in memory anyway nobody looks: whoever wants to, can at any time.
+        """
+        return filled
+
+    @contextlib.contextmanager
+    def here(self, changes: bool = False) -> Iterator[torch.Tensor]:
+        """Have all of it in `tensor` inside the block, and keep what the block changes, if so."""
+        self.read().result()
+        try:
+            yield self.tensor
+        except BaseException:
+            self.drop()
+            raise
+        if changes:
+            self.write().result()
+        else:
+            self.drop()
+
+
+class Part(NamedTuple):
+    """Name elements [start, stop) of an array."""
+
+    array: Array
+    start: int
+    stop: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Return the part's place in memory."""
+        return self.array.tensor[self.start : self.stop]
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of the part: a view, or a copy of what is elsewhere."""
+        lo, hi = self.start + start, self.start + stop
+        if self.array.resident:
+            return self.array.tensor[lo:hi]
+        # Whole pages, see [Note: parts].
+        first, last = lo // CUT * CUT, min(-(-hi // CUT) * CUT, self.array.tensor.numel())
+        self.array.read(first, last).result()
+        copy = self.array.tensor[lo:hi].clone()
+        self.array.drop(first, last)
+        return copy
+
+
+class Tier(Protocol):
+    """Keep named flat arrays; a rank's own, nothing here is known to other ranks."""
+
+    name: str
+    """As memory is accounted: "device", "host" or "file"."""
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Array:
+        """Return a new array of zeros, in memory of arbitrary content."""
+
+
+class Memory:
+    """Keep arrays in memory.
+
+    Args:
+        name: what this memory is to the accounts, "device" or "host".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Array:
+        """Return a new array of arbitrary content."""
+        return Array(torch.empty(numel, dtype=dtype))
