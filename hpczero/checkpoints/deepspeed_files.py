@@ -103,8 +103,18 @@ def _admitted() -> _Admitted:
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # numpy 2 and 1
         arrays += [(scalar, f"{module}.scalar"), (rebuild, f"{module}._reconstruct")]
     arrays += [(np.ndarray, "numpy.ndarray"), (np.dtype, "numpy.dtype")]
-    enum = (int, "deepspeed.runtime.zero.config.ZeroStageEnum")
-    return [*((Record, name) for name in records), enum, *arrays]
+    enum: _Admitted = [(int, "deepspeed.runtime.zero.config.ZeroStageEnum")]
+    # Python 3.11 before 3.11.4 pickles a member of an enum as getattr(class, name).
+    enum += [(_member, f"{module}.getattr") for module in ("builtins", "__builtin__")]
+    return [*((Record, name) for name in records), *enum, *arrays]
+
+
+def _member(kind: object, name: str) -> int:
+    """Return a stage of ZeRO by its name in DeepSpeed's enum; this is not Python's getattr."""
+    stages = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    if kind is not int or name not in stages:
+        raise ValueError(f"the attribute {name!r} of {kind!r}")
+    return stages[name]
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -218,6 +218,31 @@ class Mine:
     """A user's own class in client_state."""
 
 
+class Attribute:
+    """Be pickled as what Python 3.11.0 to 3.11.3 make of an enum's member."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (ZeroStageEnum, self.name)
+
+
+@pytest.mark.usefixtures("deepspeed_names")
+def test_reads_stages_as_every_python_pickles_them(tmp_path: Path) -> None:
+    build(tmp_path, 2)
+
+    def set_stage(name: str) -> Callable[[dict[str, Any]], None]:
+        stage = Attribute(name)
+        return lambda content: content["optimizer_state_dict"].update(zero_stage=stage)
+
+    change(tmp_path, "*rank_1*optim*", set_stage("gradients"))
+    DeepSpeedFolder(tmp_path)
+    change(tmp_path, "*rank_1*optim*", set_stage("__class__"))
+    with pytest.raises(ValueError, match=r"found the attribute '__class__'"):
+        DeepSpeedFolder(tmp_path)
+
+
 @pytest.mark.usefixtures("deepspeed_names")
 def test_refuses_classes_until_told(tmp_path: Path) -> None:
     build(tmp_path, 2)
