@@ -60,16 +60,30 @@ class DataTypes(Section):
     """In which reduced gradients add up; None: fp32 over several micro-steps, else compute's."""
 
 
+Device = Literal["none", "cpu", "nvme"]
+"""DeepSpeed's names of the tiers: device memory, host memory, a file."""
+
+
 class OffloadParam(Section):
-    """Say where parameters live: only on the device yet."""
+    """Say where sharded parameters are kept, at stage 3."""
 
     path: ClassVar = "zero_optimization.offload_param"
+    device: Device = "none"
+    nvme_path: str | None = None
+    """The folder for "nvme": of any file system."""
 
 
 class OffloadOptimizer(Section):
-    """Say where optimizer states live: only on the device yet."""
+    """Say where masters, moments and sharded gradients are kept."""
 
     path: ClassVar = "zero_optimization.offload_optimizer"
+    device: Device = "none"
+    nvme_path: str | None = None
+    """The folder for "nvme": of any file system."""
+    ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """The part of the states that is kept there: all, so far."""
+    gradients: Device | None = None
+    """Where stages 2 and 3 keep reduced gradients; None: as the states. Not DeepSpeed's."""
 
 
 class ZeroOptimization(Section):
@@ -97,6 +111,16 @@ class ZeroOptimization(Section):
     """Over which ranks stage 3 shards the parameters; states always over all. Not DeepSpeed's."""
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_keep_files: bool = False
+    """Leave the files of "nvme" when the job ends, valid HDF5. Not DeepSpeed's."""
+
+    @property
+    def gradients_on(self) -> Device:
+        """Return where reduced gradients are kept."""
+        given = self.offload_optimizer.gradients
+        if self.stage < 2:
+            return "none"
+        return self.offload_optimizer.device if given is None else given
 
 
 class Optimizer(Section):
@@ -232,6 +256,45 @@ class Config(Section):
             raise ConfigError(
                 [f"zero_optimization.partition_scope 'node': {text}" for text in problems]
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Config:
+        zero = self.zero_optimization
+        param, optimizer = zero.offload_param, zero.offload_optimizer
+        problems = []
+        if optimizer.device != "none" and zero.stage < 1:
+            problems.append(
+                "offload_optimizer: each rank would keep all states: expected stage 1, 2 or 3, "
+                f"found {zero.stage}"
+            )
+        if param.device != "none" and zero.stage < 3:
+            problems.append(
+                "offload_param: the device must have whole parameters below stage 3: expected "
+                f"stage 3, found {zero.stage}"
+            )
+        if param.device != "none" and zero.partition_scope == "node":
+            problems.append(
+                "offload_param: partition_scope 'node' keeps parameters in the memory of the node: "
+                "use 'world'"
+            )
+        if optimizer.gradients not in (None, "none") and zero.stage < 2:
+            problems.append(
+                "offload_optimizer.gradients: they are sharded from stage 2 on; found stage "
+                f"{zero.stage}"
+            )
+        if optimizer.device != "none" and optimizer.ratio != 1:
+            problems.append(
+                f"offload_optimizer.ratio: expected 1.0, found {optimizer.ratio:g}: states are not "
+                "split between device and host yet"
+            )
+        if param.device == "nvme" and not param.nvme_path:
+            problems.append("offload_param.nvme_path: expected a folder for device 'nvme'")
+        files = optimizer.device == "nvme" or zero.gradients_on == "nvme"
+        if files and not optimizer.nvme_path:
+            problems.append("offload_optimizer.nvme_path: expected a folder for device 'nvme'")
+        if problems:
+            raise ConfigError([f"zero_optimization.{text}" for text in problems])
         return self
 
     @model_validator(mode="after")

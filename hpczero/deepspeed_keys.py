@@ -34,10 +34,10 @@ def only(*values: Any) -> Callable[[Any], bool]:
 
 
 _SCOPE = "leave it out; partition_scope 'node' shards parameters over the ranks of a node"
-_NO_DEVICE = Unsupported(only("none"), 'set it to "none"')
-_OFFLOAD = dict.fromkeys(
-    ("nvme_path", "buffer_count", "pin_memory"), "tunes an offload that isn't asked for"
-)
+_OFFLOAD = {
+    "buffer_count": "there is one place for each tensor, and as much in memory as is under way",
+    "pin_memory": "there is no device memory apart from the host's yet",
+}
 
 ACCEPTED: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -53,7 +53,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "zero_allow_untested_optimizer": "every optimizer is tested when the engine is built",
         "zero_force_ds_cpu_optimizer": "there is one implementation of the update",
         "seq_parallel_communication_data_type": "acts with sequence parallelism only",
-        "aio": "tunes offloading to files only",
+        "aio": "direct I/O is used where the file system can, in requests of 8 MiB",
     },
     "bf16": {
         "immediate_grad_update": "gradients are always reduced as they appear",
@@ -82,18 +82,20 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "stage3_module_granularity_threshold": "a block is always gathered whole",
         "stage3_use_all_reduce_for_fetch_params": "weights are the same",
         "stage3_allgather_sequential": "gathers need no copies here",
-        "cpu_offload_use_pin_memory": "tunes an offload that isn't asked for",
+        "cpu_offload_use_pin_memory": "there is no device memory apart from the host's yet",
     },
     "zero_optimization.offload_param": {
         **_OFFLOAD,
-        **dict.fromkeys(("buffer_size", "max_in_cpu"), "tunes an offload that isn't asked for"),
+        "buffer_size": "a place is as large as its tensor",
+        "max_in_cpu": "parameters that are kept in files stay there",
     },
     "zero_optimization.offload_optimizer": {
         **_OFFLOAD,
         **dict.fromkeys(
-            ("pipeline_read", "pipeline_write", "fast_init", "ratio", "cpuadam_cores_perc"),
-            "tunes an offload that isn't asked for",
+            ("pipeline_read", "pipeline_write"), "reading and writing always overlap with updating"
         ),
+        "fast_init": "files are not written before there is something to keep",
+        "cpuadam_cores_perc": "the update uses torch's number of threads",
     },
     "checkpoint": {
         "tag_validation": "ranks always agree on the tag",
@@ -188,9 +190,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, Unsupported]] = {
         "zero_quantized_weights": Unsupported(only(False), "set it to false"),
         "zeropp_loco_param": Unsupported(idle),
     },
-    "zero_optimization.offload_param": {"device": _NO_DEVICE},
     "zero_optimization.offload_optimizer": {
-        "device": _NO_DEVICE,
         "super_offload": Unsupported(only(False), "set it to false"),
     },
 }

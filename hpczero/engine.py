@@ -29,9 +29,10 @@ from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.grouping import ROOT, group
 from hpczero.partition.hooks import Runtime, Unit
+from hpczero.partition.offload import Offload
 from hpczero.partition.optimizer import ShardedOptimizer, clip_scale
 from hpczero.partition.precision import Precision
-from hpczero.plan import Plan, Scope
+from hpczero.plan import Scope
 from hpczero.sizing import BucketShape, wire_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Engine:
         self.module = model
         self.device = _device(model)
         self._memory = self.world.node_memory if self.config.node_memory else None
-        self.plan = Plan.stage(self.config.zero_optimization.stage, self._scope())
+        self._offload = Offload(self.config.zero_optimization, self.world)
+        self.plan = self._offload.plan(self._scope())
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
         self.micro_steps = 0
@@ -111,6 +113,7 @@ class Engine:
         self._runtime = Runtime(model, self._units, self.world, zero)
         chunk = None if zero.sub_group_size == "auto" else zero.sub_group_size
         self._optimizer = ShardedOptimizer(source, groups, buckets, self.world, chunk)
+        self._offload.seal()
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
         self.lr_scheduler = self._schedule(lr_scheduler)
@@ -119,6 +122,7 @@ class Engine:
         self._checkpointer: Checkpointer | None = None
         self._save_failed = False
         self.world.traffic.take()  # what building cost belongs to no step
+        self._moved = self._offload.take_moved()
         self._ledger.mark()
         self._ledger.mark()
         watch.here(step=1)
@@ -492,7 +496,7 @@ class Engine:
         grads: dict[str, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
             if bucket.trainable:
-                full = bucket.collect(bucket.gradient, "full_grads")
+                full = bucket.collect_gradient("full_grads")
                 for name, values in bucket.named(full):
                     grads[name] = values.to(torch.float32, copy=True).div_(self.loss_scale)
         return grads
@@ -518,7 +522,7 @@ class Engine:
         state: dict[str, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
-            full = bucket.collect(bucket.master if bucket.trainable else bucket.shard, "state_dict")
+            full = bucket.collect_weights("state_dict")
             masters = [_widened(master) for _, master in bucket.named(full)]
             values.update(zip(map(id, bucket.params), masters, strict=False))
         if self.rank != 0:
@@ -537,10 +541,15 @@ class Engine:
         """Return this rank's bytes of params, grads, states and buffers, and the same by tier.
 
         High-water marks within the last step. `buffers` are gathered parameters, reduction slots,
-        staging, and the padding of all kinds.
+        staging, what is on its way from or to a file, and the padding of all kinds.
         """
-        last = self._ledger.last()
-        return {**last, "tier": {"device": dict(last)}}
+        tiers = self._ledger.last()
+        total = {kind: sum(tier[kind] for tier in tiers.values()) for kind in tiers["device"]}
+        return {**total, "tier": tiers}
+
+    def io(self) -> dict[str, int]:
+        """Return the bytes that this rank has `read` from files and `written` in the last step."""
+        return self._moved._asdict()
 
     def traffic(self) -> dict[str, Any]:
         """Return calls, bytes, multiples of the model and bytes sent in the last step.
@@ -606,6 +615,7 @@ class Engine:
                 self._ledger,
                 arena,
                 zero,
+                self._offload.tiers,
                 self._memory,
             )
             unit.buckets.append(bucket)
@@ -715,6 +725,7 @@ class Engine:
         self._runtime.end_step()
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
+        self._moved = self._offload.take_moved()
         watch.here(step=self.global_steps + 1, phase="after step")
         if self._save_failed:
             self.wait_for_checkpoint()  # raises, on all ranks at the same step, which is complete

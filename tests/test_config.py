@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -191,7 +193,9 @@ HARMLESS = {
 
 def test_what_asks_for_nothing_is_accepted() -> None:
     config = Config.load(HARMLESS)
-    assert config == Config.load({"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+    unused = {"offload_optimizer": {"nvme_path": "/local", "ratio": 0.3}}
+    zero = {"stage": 3, **unused}
+    assert config == Config.load({"fp16": {"enabled": True}, "zero_optimization": zero})
     # hpczero train puts flags on top of what a file says.
     assert Config.load(config.model_dump(exclude_unset=True)) == config
 
@@ -222,8 +226,6 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         ("data_types.keep_in_fp32_modules", ["norm"]),
         ("checkpoint.load_universal", True),
         ("zero_optimization.cpu_offload", True),
-        ("zero_optimization.offload_optimizer.device", "cpu"),
-        ("zero_optimization.offload_param.device", "nvme"),
         ("zero_optimization.offload_optimizer.super_offload", True),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.zero_hpz_partition_size", True),
@@ -383,3 +385,47 @@ def test_parameters_over_nodes_need_stage_3_and_node_memory() -> None:
         Config.load({"zero_optimization": zero, "node_memory": False})
     assert "found node_memory false" in str(raised.value)
     assert Config.load({"zero_optimization": {**zero, "stage": 3}}).node_memory
+
+
+def test_offload_says_where_states_are_kept() -> None:
+    config = Config.load(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
+                "offload_optimizer": {"device": "cpu", "buffer_count": 4, "gradients": "none"},
+            }
+        }
+    )
+    zero = config.zero_optimization
+    assert (zero.offload_param.device, zero.offload_optimizer.device) == ("nvme", "cpu")
+    assert zero.gradients_on == "none"
+    states = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert Config.load({"zero_optimization": states}).zero_optimization.gradients_on == "cpu"
+    states["stage"] = 1
+    assert Config.load({"zero_optimization": states}).zero_optimization.gradients_on == "none"
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "expected stage 1, 2 or 3, found 0"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "expected stage 3, found 2"),
+        ({"stage": 1, "offload_optimizer": {"gradients": "cpu"}}, "from stage 2 on"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path: expected"),
+        ({"stage": 1, "offload_optimizer": {"device": "nvme"}}, "optimizer.nvme_path: expected"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "gradients": "nvme"}},
+            "optimizer.nvme_path: expected",
+        ),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "expected 1.0"),
+        (
+            {"stage": 3, "offload_param": {"device": "cpu"}, "partition_scope": "node"},
+            "use 'world'",
+        ),
+        ({"stage": 1, "offload_optimizer": {"device": "gpu"}}, "expected 'none', 'cpu' or 'nvme'"),
+    ],
+)
+def test_what_offload_cannot_do_is_said(zero: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Config.load({"zero_optimization": zero})

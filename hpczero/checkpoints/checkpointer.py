@@ -20,7 +20,7 @@ from hpczero.checkpoints.index import path_of
 from hpczero.checkpoints.load import Loading, Weights, persistent_buffers, tied
 from hpczero.checkpoints.manifest import BUFFERS, WEIGHTS, Layout, Manifest, Place, Run
 from hpczero.checkpoints.plain import decode, encode
-from hpczero.checkpoints.rankfile import checksum
+from hpczero.checkpoints.rankfile import Stream, checksum
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.checkpoints.save import Snapshot, agree, not_saved, save
 from hpczero.checkpoints.source import Source
@@ -28,6 +28,7 @@ from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.errors import CheckpointError
 from hpczero.infinity.hdf5 import name_of
+from hpczero.infinity.tier import Part
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.optimizer import ShardedOptimizer
 
@@ -88,7 +89,8 @@ class Checkpointer:
             root: the folder of checkpoints.
             tag: a plain folder name.
             facts: stage, precision, client_state, scheduler and counters of the manifest.
-            asynchronous: copy what this rank owns, and write it while training goes on.
+            asynchronous: copy what this rank owns, and write it while training goes on; what is
+                kept in files is not copied, but saved at once.
             keep_last: remove all but so many of the newest checkpoints.
             layout: a file of each rank, or one that all write.
 
@@ -109,10 +111,10 @@ class Checkpointer:
         def take() -> Snapshot:
             encoded = {key: encode(fact, key) for key, fact in facts.items()}
             taken = self._snapshot(tag, layout, encoded)
-            return taken.copy() if asynchronous else taken
+            return taken.copy() if asynchronous and taken.resident else taken
 
         snapshot = agree(self._courier, not_saved(tag), take)
-        if not asynchronous:
+        if not (asynchronous and snapshot.resident):
             with self._world.timeline.span("program", f"save {tag}", "io"):
                 save(root, snapshot, self._courier, keep_last)
             return
@@ -245,15 +247,15 @@ class Checkpointer:
     # What is saved #
 
     def _snapshot(self, tag: str, layout: Layout, facts: Mapping[str, Any]) -> Snapshot:
-        arrays: dict[str, torch.Tensor] = {}
+        arrays: dict[str, torch.Tensor | Stream] = {}
         runs: dict[str, Run] = {}
         everywhere: dict[str, Place] = {}
         mine: dict[str, Place] = {}
         for bucket in self._buckets:
             states = self._optimizer.owned_states(bucket) if bucket.trainable else {}
-            tensors = {WEIGHTS: bucket.own_weights, **states}
-            arrays |= {path_of(kind, bucket.name): tensor for kind, tensor in tensors.items()}
-            dtypes = {kind: name_of(tensor.dtype) for kind, tensor in tensors.items()}
+            parts = {WEIGHTS: bucket.own_weights, **states}
+            arrays |= {path_of(kind, bucket.name): _saved(part) for kind, part in parts.items()}
+            dtypes = {kind: name_of(part.tensor.dtype) for kind, part in parts.items()}
             runs[bucket.name] = Run(bucket.layout.padded, dtypes)
             told = self._optimizer.describe(bucket) if bucket.trainable else {}
             for slot in bucket.layout.slots:
@@ -267,7 +269,7 @@ class Checkpointer:
                     place = place._replace(kinds=(WEIGHTS, *kinds), scalars=scalars)
                     mine[slot.name] = place
                 if not slot.shape:
-                    arrays |= self._scalar(bucket, place, slot.name, tensors)
+                    arrays |= self._scalar(bucket, place, slot.name, parts)
         buffers = persistent_buffers(self._module)
         if self._world.rank == 0:
             arrays |= {path_of(BUFFERS, name): buffer for name, buffer in buffers.items()}
@@ -292,14 +294,14 @@ class Checkpointer:
         return Snapshot(arrays={**arrays, **randomness.snapshot()}, places=mine, manifest=manifest)
 
     def _scalar(
-        self, bucket: Bucket, place: Place, name: str, tensors: Mapping[str, torch.Tensor]
+        self, bucket: Bucket, place: Place, name: str, parts: Mapping[str, Part]
     ) -> dict[str, torch.Tensor]:
         """Return a parameter of shape () once more by itself: HDF5 has no virtual scalars."""
         at = place.start - bucket.own[0]
         if not 0 <= at < bucket.layout.shard:
             return {}
         return {
-            path_of(f"scalars/{kind}", name): tensors[kind][at : at + 1].view(())
+            path_of(f"scalars/{kind}", name): parts[kind].values(at, at + 1).view(())
             for kind in place.kinds
         }
 
@@ -312,3 +314,10 @@ class Checkpointer:
             "type": type(self._optimizer.inner).__name__,
             "groups": encode(groups, "the optimizer's parameter groups"),
         }
+
+
+def _saved(part: Part) -> torch.Tensor | Stream:
+    """Return what is written for a part: its memory, or what reads it a block at a time."""
+    if part.array.resident:
+        return part.tensor
+    return Stream(part.tensor.dtype, (part.stop - part.start,), part.values)

@@ -15,7 +15,7 @@ from hpczero.checkpoints import index, rankfile
 from hpczero.checkpoints.files import sync
 from hpczero.checkpoints.folder import Folder
 from hpczero.checkpoints.manifest import FILE, SHARED, Manifest, Place, Run, group_of
-from hpczero.checkpoints.rankfile import Entry, Seal
+from hpczero.checkpoints.rankfile import Entry, Seal, Stream
 from hpczero.comm.courier import Courier
 from hpczero.errors import CheckpointError
 
@@ -26,16 +26,25 @@ T = TypeVar("T")
 class Snapshot:
     """Hold what this rank writes; the tensors may be those that are trained, or copies."""
 
-    arrays: Mapping[str, torch.Tensor]
+    arrays: Mapping[str, torch.Tensor | Stream]
     """By dataset of this rank's file."""
     places: Mapping[str, Place]
     """Of the trainable parameters that this rank owns a part of, with the optimizer's states."""
     manifest: Manifest
     """Without files, and without what other ranks know of the optimizer's states."""
 
+    @property
+    def resident(self) -> bool:
+        """Tell whether everything is in memory; the same on all ranks."""
+        return not any(isinstance(array, Stream) for array in self.arrays.values())
+
     def copy(self) -> Snapshot:
         """Return a snapshot that training doesn't change; costs this rank's part of the states."""
-        arrays = {name: tensor.detach().clone() for name, tensor in self.arrays.items()}
+        arrays = {
+            name: tensor.detach().clone()
+            for name, tensor in self.arrays.items()
+            if isinstance(tensor, torch.Tensor)
+        }
         return replace(self, arrays=arrays)
 
 

@@ -38,6 +38,11 @@ Places = list[tuple[int, int]]
 """By rank, where in node memory the tensors of a collective lie."""
 
 _OUTSIDE = (NOWHERE, NOWHERE)
+
+Within = contextlib.AbstractContextManager[object]
+"""A block inside which tensors are there: entered before the other ranks are met, then left."""
+
+_ANYWHERE: Within = contextlib.nullcontext()
 _PLACES = struct.Struct("2q")
 
 
@@ -46,6 +51,7 @@ class _Job(NamedTuple):
     run: Callable[[Places], Any]
     future: Future[Any]
     places: tuple[int, int]
+    within: Within
 
 
 class Fate:
@@ -148,11 +154,18 @@ class Courier:
 
     # Collectives #
 
-    def all_gather(self, cargo: Cargo, full: torch.Tensor, shard: torch.Tensor) -> Future[None]:
-        """Fill `full` with the shards of all ranks."""
+    def all_gather(
+        self,
+        cargo: Cargo,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        within: Within = _ANYWHERE,
+    ) -> Future[None]:
+        """Fill `full` with the shards of all ranks, where that of this one is there `within`."""
 
         def look(windows: Windows, places: Places) -> None:
-            windows.all_gather(full, shard, [place for place, _ in places], cargo.piece)
+            sources = [place for place, _ in places]
+            windows.all_gather(full, shard, sources, cargo.piece, in_full=self._in_full(full))
 
         return self._carry(
             "all_gather",
@@ -160,8 +173,13 @@ class Courier:
             full,
             lambda: collectives.all_gather(self.comm, full, shard, cargo.piece),
             look,
-            places=self._places(*(shard, shard) if len(self._nodes) == 1 else (full, full)),
+            places=self._places(*(full, full) if self._in_full(full) else (shard, shard)),
+            within=within,
         )
+
+    def _in_full(self, full: torch.Tensor) -> bool:
+        """Tell whether ranks look at their neighbours' `full`, or share one, to find shards."""
+        return len(self._nodes) > 1 or (self._memory is not None and self._memory.is_shared(full))
 
     def reduce_scatter(
         self,
@@ -171,8 +189,12 @@ class Courier:
         *,
         divisor: int = 1,
         add: bool = False,
+        within: Within = _ANYWHERE,
     ) -> Future[None]:
-        """Put the sum of this rank's slice of `full`, divided, into `out` (or add it there)."""
+        """Put the sum of this rank's slice of `full`, divided, into `out` (or add it there).
+
+        What `out` has is there `within`.
+        """
 
         def look(windows: Windows, places: Places) -> None:
             sources = [place for place, _ in places]
@@ -197,6 +219,7 @@ class Courier:
             look,
             places=self._places(full, full),
             crosses=(self._wide(out),),
+            within=within,
         )
 
     def all_reduce(
@@ -297,6 +320,7 @@ class Courier:
         places: tuple[int, int] = _OUTSIDE,
         factor: int = 1,
         crosses: tuple[int, ...] = (),
+        within: Within = _ANYWHERE,
     ) -> Future[Any]:
         """Queue a collective.
 
@@ -309,6 +333,7 @@ class Courier:
             places: of the tensors that others look at.
             factor: how often the full vector travels.
             crosses: bytes per element each time that it does across nodes.
+            within: a block around it, entered when its turn has come.
         """
         size = self.comm.size
         nbytes = full.numel() * full.element_size()
@@ -325,7 +350,7 @@ class Courier:
             self._traffic.add(collective, cargo.purpose, count._replace(sent=crossing))
             return None
 
-        return self._submit(signature(collective, cargo, full), run, places)
+        return self._submit(signature(collective, cargo, full), run, places, within)
 
     @staticmethod
     def _wide(out: torch.Tensor) -> int:
@@ -343,8 +368,9 @@ class Courier:
         signature: Signature,
         run: Callable[[Places], Any],
         places: tuple[int, int] = _OUTSIDE,
+        within: Within = _ANYWHERE,
     ) -> Future[Any]:
-        job = _Job(signature, run, Future(), places)
+        job = _Job(signature, run, Future(), places, within)
         self._fate.watch(job.future)
         self._queue.put(job)
         return job.future
@@ -357,13 +383,9 @@ class Courier:
         """Run a collective; tell whether more may come."""
         if self.failure is not None:
             return True  # its future has the error
-        self._at, self.waits = (job.signature, time.monotonic()), True
+        self._at = (job.signature, time.monotonic())
         try:
-            name = job.signature.name
-            with self._timeline.span(self.name, name, "wait"):
-                places = self._agree(job.signature, job.places)
-            with self._timeline.span(self.name, name, CAUSES.get(job.signature.collective, "")):
-                result = job.run(places)
+            result = self._carry_within(job)
         except BaseException as error:
             self._fate.seal(error)
         else:
@@ -373,6 +395,17 @@ class Courier:
         finally:
             self._at, self.waits, self._ended = None, False, time.monotonic()
         return True
+
+    def _carry_within(self, job: _Job) -> Any:
+        name, span = job.signature.name, self._timeline.span
+        with contextlib.ExitStack() as stack:
+            with span(self.name, name, "io"):
+                stack.enter_context(job.within)
+            self.waits = True
+            with span(self.name, name, "wait"):
+                places = self._agree(job.signature, job.places)
+            with span(self.name, name, CAUSES.get(job.signature.collective, "")):
+                return job.run(places)
 
     def _agree(self, signature: Signature, places: tuple[int, int] = _OUTSIDE) -> Places:
         """Compare signatures with all ranks before any data moves; return where theirs lies."""

@@ -66,7 +66,7 @@ class NodeMemory:
         self.file = file
         weakref.finalize(self, os.close, file)
         self._next = rank * _REGION
-        self._next_shared = size * _REGION
+        self._next_shared = self._first_shared = size * _REGION
         self._ranges: dict[int, tuple[int, int]] = {}
         """By address where it begins: where a mapping of ours ends, and its place in the file."""
         self._looks: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
@@ -93,6 +93,10 @@ class NodeMemory:
             if start <= address < stop:
                 return place + address - start
         return NOWHERE
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is the same on all ranks of the node."""
+        return self.place(tensor) >= self._first_shared
 
     def look(self, place: int, nbytes: int) -> torch.Tensor:
         """Return bytes of any rank, to be read while that rank leaves them alone."""

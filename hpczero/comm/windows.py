@@ -57,6 +57,8 @@ class Windows:
         shard: torch.Tensor,
         places: Sequence[int],
         piece: int | None = None,
+        *,
+        in_full: bool,
     ) -> None:
         """Fill `full` with the shards of all ranks.
 
@@ -66,24 +68,24 @@ class Windows:
         Args:
             full: the result.
             shard: this rank's.
-            places: by rank, of their shards on one node, of their `full` on several.
+            places: by rank, of their shards, or of their `full` where shards are found in it.
             piece: elements of `full` that cross at a time, at most.
+            in_full: which of the two; always in `full` on several nodes.
         """
         count, item = shard.numel(), shard.element_size()
         own = full[self.rank * count : (self.rank + 1) * count]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        across = len(self._nodes) > 1
-        if across:
+        if len(self._nodes) > 1:
             self._gather_column(full, count * item, piece)
             self._meet()
         mine = places[self.rank]
         for place, neighbour in enumerate(self._neighbours):
-            if across and places[neighbour] == mine:
+            if in_full and places[neighbour] == mine:
                 continue  # my own, or we share one `full`
             for ranks in self._nodes if neighbour != self.rank else ():
                 begin = ranks[place] * count
-                offset = begin * item if across else 0
+                offset = begin * item if in_full else 0
                 source = self._memory.look(places[neighbour] + offset, count * item)
                 full[begin : begin + count].copy_(source.view(shard.dtype))
         self._meet()
@@ -139,7 +141,7 @@ class Windows:
         self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
         stride = count * out.element_size() if len(self._nodes) == 1 else 0
         shards = [place + rank * stride for rank, place in enumerate(results)]
-        self.all_gather(out, own, shards, piece)
+        self.all_gather(out, own, shards, piece, in_full=len(self._nodes) > 1)
 
     def _terms(
         self, full: torch.Tensor, count: int, rank: int, places: Sequence[int]

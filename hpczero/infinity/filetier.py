@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import h5py
 import torch
 
 from hpczero.infinity.hdf5 import name_of, naming, reserve
-from hpczero.infinity.tier import Array
+from hpczero.infinity.tier import CUT, Array, Moved
+from hpczero.plan import TierName
 
 BLOCK = 4096
 """Bytes that a dataset begins and ends at multiples of: of pages, and of direct I/O."""
@@ -39,13 +39,6 @@ THREADS = 3
 
 
 _NORESERVE = 0x4000  # Linux's; the module mmap has it since Python 3.13
-
-
-class Moved(NamedTuple):
-    """Count what went between memory and the file."""
-
-    read: int
-    written: int
 
 
 class FileTier:
@@ -64,7 +57,7 @@ class FileTier:
         OSError: the folder can't be written; names it.
     """
 
-    name = "file"
+    name: TierName = "file"
 
     def __init__(self, folder: Path, rank: int, *, keep: bool = False) -> None:
         self.path = folder / f"hpczero-{uuid.uuid4().hex[:12]}-rank{rank:05d}.h5"
@@ -89,7 +82,7 @@ class FileTier:
         """Tell whether bytes go to the disk without the system's cache."""
         return self._direct is not None
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Array:
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Array:
         """Return a new array of zeros, which has its room on the disk.
 
         Raises:
@@ -211,6 +204,16 @@ class FileArray(Array):
     def drop(self, start: int = 0, stop: int | None = None) -> None:
         """Give the memory of a part back."""
         self._give_back(*self._bytes(start, stop))
+
+    def values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return a copy of any elements; costs whole pages for a while, see [Note: parts]."""
+        numel = self.tensor.numel()
+        stop = numel if stop is None else stop
+        first, last = start // CUT * CUT, min(-(-stop // CUT) * CUT, numel)
+        self.read(first, last).result()
+        copy = self.tensor[start:stop].clone()
+        self.drop(first, last)
+        return copy
 
     def settle(self, filled: Future[None], look: Callable[[], None]) -> Future[None]:
         """Write everything as soon as it has been filled, and `look` has looked at it."""

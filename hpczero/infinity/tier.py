@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hpczero.plan import TierName
+
 CUT = 4096
 """Parts of arrays are cut at multiples of so many elements; see [Note: parts]."""
 
@@ -54,6 +56,14 @@ class Array:
         """
         return filled
 
+    def values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return any elements: a view, or a copy of what is elsewhere."""
+        return self.tensor[start:stop]
+
+    def coming(self, drops: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Begin to read everything now; the block waits for it, and drops it at its end, if so."""
+        return _arrival(self, self.read(), drops)
+
     @contextlib.contextmanager
     def here(self, changes: bool = False) -> Iterator[torch.Tensor]:
         """Have all of it in `tensor` inside the block, and keep what the block changes, if so."""
@@ -67,6 +77,16 @@ class Array:
             self.write().result()
         else:
             self.drop()
+
+
+@contextlib.contextmanager
+def _arrival(array: Array, reading: Future[None], drops: bool) -> Iterator[None]:
+    reading.result()
+    try:
+        yield
+    finally:
+        if drops:
+            array.drop()
 
 
 class Part(NamedTuple):
@@ -83,25 +103,25 @@ class Part(NamedTuple):
 
     def values(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the part: a view, or a copy of what is elsewhere."""
-        lo, hi = self.start + start, self.start + stop
-        if self.array.resident:
-            return self.array.tensor[lo:hi]
-        # Whole pages, see [Note: parts].
-        first, last = lo // CUT * CUT, min(-(-hi // CUT) * CUT, self.array.tensor.numel())
-        self.array.read(first, last).result()
-        copy = self.array.tensor[lo:hi].clone()
-        self.array.drop(first, last)
-        return copy
+        return self.array.values(self.start + start, self.start + stop)
+
+
+class Moved(NamedTuple):
+    """Count bytes that went between memory and a tier."""
+
+    read: int
+    written: int
 
 
 class Tier(Protocol):
     """Keep named flat arrays; a rank's own, nothing here is known to other ranks."""
 
-    name: str
-    """As memory is accounted: "device", "host" or "file"."""
+    @property
+    def name(self) -> TierName:
+        """Return what it is to the accounts."""
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Array:
-        """Return a new array of zeros, in memory of arbitrary content."""
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Array:
+        """Return a new array of zeros."""
 
 
 class Memory:
@@ -111,9 +131,9 @@ class Memory:
         name: what this memory is to the accounts, "device" or "host".
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: TierName) -> None:
+        self.name: TierName = name
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Array:
-        """Return a new array of arbitrary content."""
-        return Array(torch.empty(numel, dtype=dtype))
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Array:
+        """Return a new array of zeros, whose memory is taken as it is written."""
+        return Array(torch.zeros(numel, dtype=dtype))

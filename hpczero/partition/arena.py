@@ -8,50 +8,37 @@ from typing import Any, Literal, get_args
 import torch
 
 from hpczero.comm.node import NodeMemory
+from hpczero.plan import TierName
 
 Kind = Literal["params", "grads", "states", "buffers"]
 
 
 class Ledger:
-    """Account the bytes of model states and buffers on this rank, with high-water marks."""
+    """Account the bytes of model states and buffers on this rank, with high-water marks.
+
+    By tier, and on each by kind.
+    """
 
     def __init__(self) -> None:
-        self._now: dict[str, int] = dict.fromkeys(get_args(Kind), 0)
+        self._now = {(tier, kind): 0 for tier in get_args(TierName) for kind in get_args(Kind)}
         self._high = dict(self._now)
         self._last = dict(self._now)
 
-    def empty(
-        self,
-        kind: Kind,
-        numel: int,
-        dtype: torch.dtype,
-        used: int | None = None,
-        memory: NodeMemory | None = None,
-    ) -> torch.Tensor:
-        """Return a new flat tensor that counts under `kind` as long as the Ledger lives.
-
-        Of its elements `used` count; the others are padding, which is a buffer. In `memory` the
-        other ranks of the node can look at it.
-        """
-        used = numel if used is None else used
-        self.add(kind, used * dtype.itemsize)
-        self.add("buffers", (numel - used) * dtype.itemsize)
-        if memory is None:
-            return torch.empty(numel, dtype=dtype)
-        return memory.empty(numel * dtype.itemsize).view(dtype)
-
-    def add(self, kind: Kind, nbytes: int) -> None:
+    def add(self, kind: Kind, nbytes: int, tier: TierName = "device") -> None:
         """Account bytes taken (or, negative, given back)."""
-        self._now[kind] += nbytes
-        self._high[kind] = max(self._high[kind], self._now[kind])
+        self._now[tier, kind] += nbytes
+        self._high[tier, kind] = max(self._high[tier, kind], self._now[tier, kind])
 
     def mark(self) -> None:
         """End a step: keep its high-water marks, begin the next one's."""
         self._last, self._high = self._high, dict(self._now)
 
-    def last(self) -> dict[str, int]:
-        """Return the high-water marks of the last step (of now, before the first)."""
-        return {kind: max(self._last[kind], self._now[kind]) for kind in self._now}
+    def last(self) -> dict[str, dict[str, int]]:
+        """Return the high-water marks of the last step (of now, before the first), by tier."""
+        found: dict[str, dict[str, int]] = {}
+        for (tier, kind), now in self._now.items():
+            found.setdefault(tier, {})[kind] = max(self._last[tier, kind], now)
+        return found
 
 
 SLOTS = 2
@@ -95,7 +82,9 @@ class Arena:
         else:
             # What is free is too small for anyone who asks like this again: don't hoard it.
             self._drop_free()
-            best = self._ledger.empty("buffers", nbytes, torch.uint8, memory=self._memory)
+            take = self._memory.empty if self._memory is not None else _bytes
+            best = take(nbytes)
+            self._ledger.add("buffers", nbytes)
         self._lent[best.data_ptr()] = best
         return best[:nbytes].view(dtype)
 
@@ -113,3 +102,7 @@ class Arena:
         for memory in self._free:
             self._ledger.add("buffers", -memory.numel())
         self._free.clear()
+
+
+def _bytes(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 import torch
 
@@ -12,12 +14,20 @@ from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
-from hpczero.partition.arena import Arena, Kind, Ledger
+from hpczero.gpu.reference import sum_of_squares
+from hpczero.infinity.stream import Use
+from hpczero.infinity.tier import Array, Part, Tier
+from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.grouping import Group
 from hpczero.partition.layout import Layout
 from hpczero.partition.precision import Precision
 from hpczero.partition.tensor import ReleasedParameter
 from hpczero.plan import Home, Plan
+
+State = Literal["params", "grads", "states"]
+
+Tiers = Mapping[State, Tier]
+"""Where each kind of sharded state is kept."""
 
 
 class Bucket:
@@ -39,6 +49,7 @@ class Bucket:
         ledger: Ledger,
         arena: Arena,
         zero: ZeroOptimization,
+        tiers: Tiers,
         memory: NodeMemory | None = None,
     ) -> None:
         self.name = group.name
@@ -49,10 +60,11 @@ class Bucket:
             [(name, tuple(parameter.shape)) for name, parameter in group.parameters], world.size
         )
         self._world, self._ledger, self._arena, self._zero = world, ledger, arena, zero
-        self._memory = memory
+        self._tiers, self._memory = tiers, memory
         self._sharded = plan.params.scope != "none"
         spreads = plan.params.scope == "node" and world.nodes > 1
-        self.on_node = self._sharded and memory is not None and (spreads or world.nodes == 1)
+        here = plan.params.tier == "device" and (spreads or world.nodes == 1)
+        self.on_node = self._sharded and memory is not None and here
         """Whether the node's ranks share one copy of the weights, which each updates a slice of."""
         self.holders = world.local_size if self.on_node else 0 if self._sharded else 1
         """How many ranks share one copy of the weights that stays; 0: each gathers its own."""
@@ -114,16 +126,19 @@ class Bucket:
         self._aliases = self._count_aliases()
         self.gathered = True
         if self.frees:
-            self.shard = self._empty("params", self.own, self.dtype)
-            self.shard.copy_(self.full[own])
+            self._stored = self._array("params", "weights", self.own, self.dtype)
+            self._stored.tensor.copy_(self.full[own])
+            self._stored.write().result()
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         else:
-            self.shard = self.full[own]
+            self._stored = Array(self.full[own])
             part = layout.padded // self._world.local_size if self._sharded else layout.padded
             begin = self._world.local_rank * part if self._sharded else 0
             used = layout.used(begin, begin + part)
             self._ledger.add("params", used * self.dtype.itemsize)
             self._ledger.add("buffers", (part - used) * self.dtype.itemsize)
+        self.shard = self._stored.tensor
+        """This rank's interval of the weights; where it isn't resident, a place for it."""
         self.release()
 
     def _build_trainable(self, plan: Plan, precision: Precision) -> None:
@@ -131,22 +146,31 @@ class Bucket:
         self.span = self._span(plan.states)
         """The interval of the flat run that this rank updates."""
         lo, hi = self.span
-        self.weights = self.shard if self._sharded else self.full[lo:hi]
+        self._weights = self._stored if self._sharded else Array(self.full[lo:hi])
+        self.weights = self._weights.tensor
         """The updated interval in the compute dtype."""
         master = precision.master(self.dtype)
         if master == self.dtype:
-            self.master = self.weights
+            self._master = self._weights
         else:
-            self.master = self._empty("states", self.span, master).copy_(self.weights)
+            self._master = self._array("states", "master", self.span, master)
+            with self._weights.here():
+                self._master.tensor.copy_(self.weights)
+            self._master.write().result()
+        self.master = self._master.tensor
+        self._states: dict[str, Array] = {}
         grads_lo, grads_hi = self._span(plan.grads)
+        self._grads_lo = grads_lo
         self._accumulates = plan.grads.scope == "none"
         """Whether local gradients add up in `grads`, which the others then look at."""
-        self.grads = self._empty(
+        self._grads = self._array(
             "grads",
+            "gradients",
             (grads_lo, grads_hi),
             precision.grads(self.dtype),
             self._memory if self._accumulates else None,
-        ).zero_()
+        )
+        self.grads = self._grads.tensor
         self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
         """The reduced gradient of the updated interval."""
         own_lo, own_hi = self.own
@@ -162,17 +186,25 @@ class Bucket:
         self.closed = False
         self.reduced = False
         """Whether `grads` holds a reduced gradient of this step."""
+        self._squares: float | None = None
+        """Of this rank's shard of the reduced gradient, where it was there only for a while."""
 
-    def _empty(
+    def _array(
         self,
-        kind: Kind,
+        kind: State,
+        name: str,
         span: tuple[int, int],
         dtype: torch.dtype,
         memory: NodeMemory | None = None,
-    ) -> torch.Tensor:
+    ) -> Array:
+        """Return zeros that count under `kind`; in `memory` other ranks of the node see them."""
         start, stop = span
-        used = self.layout.used(start, stop)
-        return self._ledger.empty(kind, stop - start, dtype, used, memory)
+        used, tier = self.layout.used(start, stop), self._tiers[kind]
+        self._ledger.add(kind, used * dtype.itemsize, tier.name)
+        self._ledger.add("buffers", (stop - start - used) * dtype.itemsize, tier.name)
+        if memory is None:
+            return tier.zeros(f"{self.name}/{name}", stop - start, dtype)
+        return Array(memory.empty((stop - start) * dtype.itemsize).view(dtype).zero_())
 
     def _span(self, home: Home) -> tuple[int, int]:
         if home.scope == "none":
@@ -208,7 +240,9 @@ class Bucket:
             self._allocated = True
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         self._gathers += 1
-        self._ready = self._world.gathers.all_gather(cargo, self.full, self.shard)
+        self._ready = self._world.gathers.all_gather(
+            cargo, self.full, self.shard, within=self._stored.coming()
+        )
 
     def wait(self) -> None:
         """Wait until the gathered weights can be read."""
@@ -344,13 +378,19 @@ class Bucket:
         cargo = self._cargo("gradients", local.dtype)
         courier, add = self._world.reductions, self.reduced
         if self._everywhere:
-            self._job = courier.all_reduce(cargo, local, self.grads, divisor=self._divisor, add=add)
+            job = courier.all_reduce(cargo, local, self.grads, divisor=self._divisor, add=add)
         else:
-            self._job = courier.reduce_scatter(
-                cargo, local, self.own_gradient, divisor=self._divisor, add=add
+            job = courier.reduce_scatter(
+                cargo,
+                local,
+                self.own_gradient,
+                divisor=self._divisor,
+                add=add,
+                within=self._grads.coming(drops=False) if add else contextlib.nullcontext(),
             )
         if local is not self.grads:
-            self._arena.give_back(local, self._job)
+            self._arena.give_back(local, job)
+        self._job = self._grads.settle(job, self._count_squares)
         self.reduced = True
 
     def wait_reduced(self) -> None:
@@ -358,30 +398,61 @@ class Bucket:
         with self._world.timeline.span("program", self.name, "wait"):
             self._job.result()  # earlier ones are done: the courier is first in, first out
 
+    def _count_squares(self) -> None:
+        self._squares = sum_of_squares(self.own_gradient)
+
+    def squares(self) -> float:
+        """Return the sum of squares of this rank's shard of the reduced gradient."""
+        return sum_of_squares(self.own_gradient) if self._squares is None else self._squares
+
     def first_not_finite(self) -> str | None:
         """Return the first parameter whose reduced gradient in this rank's shard isn't finite."""
         lo, hi = self.own
-        for slot in self.layout.slots:
-            start, stop = max(slot.start, lo), min(slot.stop, hi)
-            if start < stop and not self.own_gradient[start - lo : stop - lo].isfinite().all():
-                return slot.name
+        with self._grads.here():
+            for slot in self.layout.slots:
+                start, stop = max(slot.start, lo), min(slot.stop, hi)
+                if start < stop and not self.own_gradient[start - lo : stop - lo].isfinite().all():
+                    return slot.name
         return None
+
+    def collect_gradient(self, purpose: str) -> torch.Tensor | None:
+        """Return the whole reduced gradient on rank 0, None elsewhere; all ranks call."""
+        lo = self.span[0] - self._grads_lo
+        return self.collect(self._grads.values(lo, lo + self.master.numel()), purpose)
 
     def end_step(self) -> None:
         """Forget the gradient that was used."""
         self.reduced = False
+        self._squares = None
 
     # Update #
 
-    def new_state(self, start: int, stop: int) -> torch.Tensor:
-        """Return zeros like `master[start:stop]`, for the optimizer to keep."""
-        offset = self.span[0]
-        place = (offset + start, offset + stop)
-        return self._empty("states", place, self.master.dtype).zero_()
+    def state(self, kind: str) -> torch.Tensor:
+        """Return a state of the optimizer like `master`, zero at first."""
+        if kind not in self._states:
+            self._states[kind] = self._array("states", kind, self.span, self.master.dtype)
+        return self._states[kind].tensor
+
+    @property
+    def resident(self) -> bool:
+        """Tell whether all that an update needs is always in memory."""
+        return all(use.array.resident for use in self.uses(0, 0))
+
+    def uses(self, start: int, stop: int) -> list[Use]:
+        """Return what the update of an interval of `master` reads and writes."""
+        offset = self.span[0] - self._grads_lo
+        found = [
+            Use(self._grads, offset + start, offset + stop, reads=True, writes=False),
+            Use(self._master, start, stop, reads=True, writes=True),
+            *(Use(array, start, stop, True, True) for array in self._states.values()),
+        ]
+        if self._weights is not self._master:
+            found.append(Use(self._weights, start, stop, reads=False, writes=True))
+        return found
 
     def account_states(self, nbytes: int) -> None:
         """Account states that an optimizer has made for itself."""
-        self._ledger.add("states", nbytes)
+        self._ledger.add("states", nbytes, self._tiers["states"].name)
 
     def publish(self) -> Future[None] | None:
         """Give the updated shard to all ranks, or nodes, that have a copy."""
@@ -391,12 +462,35 @@ class Bucket:
         return self._world.gathers.all_gather(cargo, self.full, self.shard)
 
     @property
-    def own_weights(self) -> torch.Tensor:
+    def own_weights(self) -> Part:
         """Return this rank's shard of the master weights (frozen ones: in their own dtype)."""
         if not self.trainable:
-            return self.shard
+            return Part(self._stored, 0, self.layout.shard)
+        return self._own(self._master)
+
+    @property
+    def own_states(self) -> dict[str, Part]:
+        """Return this rank's shard of the optimizer's states that lie here."""
+        return {kind: self._own(array) for kind, array in self._states.items()}
+
+    def _own(self, array: Array) -> Part:
         lo, hi = self.own
-        return self.master[lo - self.span[0] : hi - self.span[0]]
+        return Part(array, lo - self.span[0], hi - self.span[0])
+
+    @contextlib.contextmanager
+    def states_here(self) -> Iterator[None]:
+        """Have the optimizer's states in memory inside the block, and keep its changes."""
+        with contextlib.ExitStack() as stack:
+            for array in self._states.values():
+                stack.enter_context(array.here(changes=True))
+            yield
+
+    def collect_weights(self, purpose: str) -> torch.Tensor | None:
+        """Return the whole master weights (frozen ones: in their own dtype) on rank 0, else None.
+
+        All ranks call.
+        """
+        return self.collect((self._master if self.trainable else self._stored).values(), purpose)
 
     def fill(self, read: Callable[[str, int, int], torch.Tensor | None]) -> None:
         """Overwrite the weights that this rank updates (frozen ones: those that it keeps).
@@ -408,19 +502,21 @@ class Bucket:
                 where they stay as they are.
         """
         if self.trainable:
-            (lo, hi), target = self.span, self.master
+            (lo, hi), array = self.span, self._master
         elif self._sharded:
-            (lo, hi), target = self.own, self.shard
+            (lo, hi), array = self.own, self._stored
         else:
-            (lo, hi), target = (0, self.layout.padded), self.full
-        for slot in self.layout.slots:
-            start, stop = max(slot.start, lo), min(slot.stop, hi)
-            if start < stop:
-                values = read(slot.name, start - slot.start, stop - slot.start)
-                if values is not None:
-                    target[start - lo : stop - lo].copy_(values)
-        if self.trainable and self.master.data_ptr() != self.weights.data_ptr():
-            self.weights.copy_(self.master)
+            (lo, hi), array = (0, self.layout.padded), Array(self.full)
+        with array.here(changes=True) as target:
+            for slot in self.layout.slots:
+                start, stop = max(slot.start, lo), min(slot.stop, hi)
+                if start < stop:
+                    values = read(slot.name, start - slot.start, stop - slot.start)
+                    if values is not None:
+                        target[start - lo : stop - lo].copy_(values)
+            if self.trainable and self._master is not self._weights:
+                self.weights.copy_(target)
+                self._weights.write().result()
 
     def part(self) -> None:
         """Let changes of gathered weights stay on this rank until `adopt` or `discard`.
@@ -462,13 +558,15 @@ class Bucket:
         lo, hi = self.span if self.trainable else self.own
         if self.trainable and self.master.dtype != self.dtype:
             mine = changed[lo:hi]
-            self.master[mine] = after[lo:hi][mine].to(self.master.dtype)
+            with self._master.here(changes=True) as master:
+                master[mine] = after[lo:hi][mine].to(master.dtype)
         if not self._sharded:
             return
         if self._shared is not None:
             self._shared.join(self.full)
         own = slice(*self.own)
-        self.shard[changed[own]] = after[own][changed[own]]
+        with self._stored.here(changes=True) as shard:
+            shard[changed[own]] = after[own][changed[own]]
         if self.on_node:
             published = self.publish() or self._world.gathers.meet(f"changes of {self.name!r}")
             published.result()

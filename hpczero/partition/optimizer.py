@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from hpczero.comm.world import World
 from hpczero.gpu.adam import adam_, kernel_name
-from hpczero.gpu.reference import TILE, AdamStep, sum_of_squares
+from hpczero.gpu.reference import TILE, AdamStep
+from hpczero.infinity.stream import Chunk, stream
+from hpczero.infinity.tier import CUT, Part
 from hpczero.partition import states
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.lamb import Lamb, lamb_step
@@ -33,6 +35,9 @@ CLIP_EPSILON = 1e-6
 
 OURS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
 """Optimizers whose update is our own kernel, with the same constants and states."""
+
+STREAMED = 1 << 20
+"""Elements that are brought into memory at a time, of each array that is elsewhere."""
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -107,9 +112,10 @@ class ShardedOptimizer:
             for segment in self._segments:
                 self.inner.state[segment.master] = {
                     "step": torch.zeros(()),
-                    "exp_avg": segment.bucket.new_state(segment.start, segment.stop),
-                    "exp_avg_sq": segment.bucket.new_state(segment.start, segment.stop),
+                    "exp_avg": segment.of(segment.bucket.state("exp_avg")),
+                    "exp_avg_sq": segment.of(segment.bucket.state("exp_avg_sq")),
                 }
+        self._refuse_unless_streamed()
 
     def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
         """Cut segments as the kind of optimizer needs it; our Adam needs nothing."""
@@ -140,7 +146,7 @@ class ShardedOptimizer:
         """
         total = 0.0
         for bucket in self._buckets:
-            total += sum_of_squares(bucket.own_gradient)
+            total += bucket.squares()
         return total
 
     def first_not_finite(self) -> tuple[int, str] | None:
@@ -164,11 +170,10 @@ class ShardedOptimizer:
                 for group in self.inner.param_groups
                 for master in group["params"]
             ]
-            if type(self.inner) is Lamb:
+            if isinstance(self.inner, Lamb):
                 lamb_step(self.inner, owned, self._buckets, self._world, scale, tile_size)
             else:
-                for segment, group in owned:
-                    self._adam(segment, group, scale, tile_size)
+                self._adam(owned, scale, tile_size)
             self.inner.step()  # nothing has a gradient: only its hooks and schedulers' marks act
             return
         known = len(self.inner.state)
@@ -194,7 +199,9 @@ class ShardedOptimizer:
         Costs one collective per bucket and kind of state, and one for the names of all.
         """
         mine = [(self.owned_states(bucket), self.describe(bucket)) for bucket in self._buckets]
-        names = [({k: t.dtype for k, t in owned.items()}, told) for owned, told in mine]
+        names = [
+            ({k: part.tensor.dtype for k, part in owned.items()}, told) for owned, told in mine
+        ]
         everyone = self._world.gathers.exchange_objects("optimizer_state", names).result()
         result: dict[str, dict[str, Any]] = {}
         for index, bucket in enumerate(self._buckets):
@@ -205,8 +212,11 @@ class ShardedOptimizer:
                 told |= other[index][1]
             owned = mine[index][0]
             for kind, dtype in dtypes.items():
-                nothing = torch.zeros(0 if kind in owned else bucket.layout.shard, dtype=dtype)
-                full = bucket.collect(owned.get(kind, nothing), "optimizer_state")
+                if kind in owned:
+                    values = owned[kind].values(0, bucket.layout.shard)
+                else:
+                    values = torch.zeros(bucket.layout.shard, dtype=dtype)
+                full = bucket.collect(values, "optimizer_state")
                 for name, value in bucket.named(full):
                     if kind in told.get(name, ((kind,), {}))[0]:
                         result.setdefault(name, {})[kind] = value.clone()
@@ -217,9 +227,9 @@ class ShardedOptimizer:
                 result.setdefault(slot.name, {}).update(scalars)
         return result
 
-    def owned_states(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+    def owned_states(self, bucket: Bucket) -> dict[str, Part]:
         """Return the elementwise states over this rank's shard of a bucket, by kind."""
-        return states.owned(self.inner, self._segments, bucket)
+        return bucket.own_states or states.owned(self.inner, self._segments, bucket)
 
     def describe(self, bucket: Bucket) -> dict[str, states.Saved]:
         """Return kinds and other states of the parameters in this rank's shard of a bucket."""
@@ -237,37 +247,72 @@ class ShardedOptimizer:
             read: returns elements [start, stop) of a kind of a parameter.
         """
         known = 0 if self._ours else self._state_bytes()
-        self._segments = states.restore(self.inner, self._segments, saved, read)
+        restored: list[Segment] = []
+        for bucket in self._buckets:
+            segments = [segment for segment in self._segments if segment.bucket is bucket]
+            with bucket.states_here():
+                restored += states.restore(self.inner, segments, saved, read)
+        self._segments = restored
         self._by_master = {id(segment.master): segment for segment in self._segments}
         if not self._ours:
             self._buckets[0].account_states(self._state_bytes() - known)
 
     def _adam(
-        self, segment: Segment, group: Mapping[str, Any], scale: float, tile_size: int
+        self, owned: Sequence[tuple[Segment, Mapping[str, Any]]], scale: float, tile_size: int
     ) -> None:
-        state = self.inner.state[segment.master]
-        state["step"] += 1
-        constants = AdamStep(
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=type(self.inner) is torch.optim.AdamW
-            or bool(group.get("decoupled_weight_decay")),
-            step=int(state["step"].item()),
-            scale=scale,
-        )
-        bucket = segment.bucket
-        adam_(
-            segment.of(bucket.weights),
-            segment.of(bucket.master),
-            segment.of(bucket.gradient),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            constants,
-            tile_size,
-        )
+        """Update all segments, walking over the buckets in the order of the layout."""
+        inside: dict[int, list[tuple[Segment, AdamStep]]] = {}
+        for segment, group in owned:
+            state = self.inner.state[segment.master]
+            state["step"] += 1
+            constants = AdamStep(
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=type(self.inner) is torch.optim.AdamW
+                or bool(group.get("decoupled_weight_decay")),
+                step=int(state["step"].item()),
+                scale=scale,
+            )
+            inside.setdefault(id(segment.bucket), []).append((segment, constants))
+        for bucket, lo, hi in stream(self._chunks()):
+            moments = bucket.state("exp_avg"), bucket.state("exp_avg_sq")
+            for segment, constants in inside.get(id(bucket), ()):
+                place = slice(max(segment.start, lo), min(segment.stop, hi))
+                if place.start < place.stop:
+                    adam_(
+                        bucket.weights[place],
+                        bucket.master[place],
+                        bucket.gradient[place],
+                        moments[0][place],
+                        moments[1][place],
+                        constants,
+                        tile_size,
+                    )
+
+    def _chunks(self) -> Iterator[Chunk[tuple[Bucket, int, int]]]:
+        """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
+        for bucket in self._buckets:
+            numel = bucket.master.numel()
+            size = max(numel, 1) if bucket.resident else self._streamed
+            for lo in range(0, numel, size):
+                hi = min(lo + size, numel)
+                yield Chunk((bucket, lo, hi), bucket.uses(lo, hi))
+
+    @property
+    def _streamed(self) -> int:
+        """Return the elements that are brought into memory at a time."""
+        return max(CUT, min(self._limit or STREAMED, STREAMED) // CUT * CUT)
+
+    def _refuse_unless_streamed(self) -> None:
+        elsewhere = next((bucket for bucket in self._buckets if not bucket.resident), None)
+        if elsewhere is not None and (not self._ours or isinstance(self.inner, Lamb)):
+            raise ValueError(
+                f"expected Adam or AdamW, whose states go to the file and back in parts, found "
+                f"{type(self.inner).__name__}: use one of them, or keep its states in memory"
+            )
 
     def _state_bytes(self) -> int:
         return sum(

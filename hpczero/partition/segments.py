@@ -97,11 +97,13 @@ def by_size(segment: Segment, limit: int) -> list[Segment]:
 
 
 def replace(optimizer: Optimizer, parts: Mapping[int, Sequence[Segment]]) -> None:
-    """Give an optimizer the parts of its segments, by the id of the master, with their states."""
+    """Give an optimizer the parts of segments, by the id of the master, with their states."""
     for group in optimizer.param_groups:
         masters = group["params"]
-        group["params"] = [part.master for master in masters for part in parts[id(master)]]
+        group["params"] = [new for old in masters for new in _masters(parts.get(id(old)), old)]
         for master in masters:
+            if id(master) not in parts:
+                continue
             state = optimizer.state.pop(master, {})
             start = parts[id(master)][0].start
             for part in parts[id(master)] if state else ():
@@ -110,6 +112,10 @@ def replace(optimizer: Optimizer, parts: Mapping[int, Sequence[Segment]]) -> Non
                     key: value[place] if covers(value, master) else deepcopy(value)
                     for key, value in state.items()
                 }
+
+
+def _masters(parts: Sequence[Segment] | None, whole: nn.Parameter) -> list[nn.Parameter]:
+    return [whole] if parts is None else [part.master for part in parts]
 
 
 def covers(value: object, master: torch.Tensor) -> bool:

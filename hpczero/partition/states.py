@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpczero.infinity.tier import Array, Part
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.layout import Slot
 from hpczero.partition.segments import Segment, by_parameter, covers, replace
@@ -19,8 +20,8 @@ Saved = tuple[tuple[str, ...], Mapping[str, Any]]
 """Kinds and scalars of a parameter."""
 
 
-def owned(optimizer: Optimizer, segments: Sequence[Segment], bucket: Bucket) -> dict[str, Any]:
-    """Return the kinds of a bucket's states over this rank's shard, as flat tensors.
+def owned(optimizer: Optimizer, segments: Sequence[Segment], bucket: Bucket) -> dict[str, Part]:
+    """Return the kinds of a bucket's states over this rank's shard.
 
     Costs no memory where one segment covers the shard, else what it returns.
     """
@@ -34,7 +35,8 @@ def owned(optimizer: Optimizer, segments: Sequence[Segment], bucket: Bucket) -> 
                 if covers(value, segment.master):
                     part = value[start - offset : stop - offset]
                     parts.setdefault(kind, []).append((start - lo, part))
-    return {kind: _joined(found, hi - lo) for kind, found in parts.items()}
+    numel = hi - lo
+    return {kind: Part(Array(_joined(found, numel)), 0, numel) for kind, found in parts.items()}
 
 
 def describe(optimizer: Optimizer, segments: Sequence[Segment], bucket: Bucket) -> dict[str, Saved]:

@@ -37,7 +37,7 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
 
 
 def filled(tier: FileTier, name: str, values: torch.Tensor) -> Array:
-    array = tier.empty(name, values.numel(), values.dtype)
+    array = tier.zeros(name, values.numel(), values.dtype)
     array.tensor.copy_(values)
     array.write().result()
     return array
@@ -54,9 +54,9 @@ def test_what_is_written_is_read(tier: FileTier, dtype: torch.dtype) -> None:
 
 
 def test_a_new_array_is_zero_and_an_empty_one_needs_nothing(tier: FileTier) -> None:
-    with tier.empty("new", 5000, torch.float32).here() as values:
+    with tier.zeros("new", 5000, torch.float32).here() as values:
         assert not values.any()
-    empty = tier.empty("empty", 0, torch.float32)
+    empty = tier.zeros("empty", 0, torch.float32)
     empty.read().result()
     empty.write().result()
     assert empty.resident
@@ -106,7 +106,7 @@ def test_values_of_any_interval(tier: FileTier) -> None:
 
 
 def test_settle_looks_and_writes_when_filled(tier: FileTier) -> None:
-    array, looked = tier.empty("a", 1000, torch.float32), []
+    array, looked = tier.zeros("a", 1000, torch.float32), []
     array.tensor.fill_(7)
     array.settle(done(), lambda: looked.append(array.tensor.sum().item())).result()
     with array.here() as values:
@@ -116,7 +116,7 @@ def test_settle_looks_and_writes_when_filled(tier: FileTier) -> None:
     failed.set_exception(ValueError("no gradient"))
     with pytest.raises(ValueError, match="no gradient"):
         array.settle(failed, lambda: None).result()
-    memory = Memory("host").empty("a", 10, torch.float32)
+    memory = Memory("host").zeros("a", 10, torch.float32)
     assert memory.settle(done(), lambda: looked.append(0)).done()
     assert looked == [7000]
 
@@ -142,7 +142,7 @@ def test_any_hdf5_tool_reads_the_file(tier: FileTier) -> None:
 
 def test_memory_is_only_what_is_being_used(tier: FileTier) -> None:
     numel = 16 << 20
-    array = tier.empty("large", numel, torch.float32)
+    array = tier.zeros("large", numel, torch.float32)
     before = resident()
     for start in range(0, numel, 1 << 20):
         array.tensor[start : start + (1 << 20)].fill_(start)
@@ -237,7 +237,7 @@ def test_too_little_room_is_said_with_numbers(
 ) -> None:
     monkeypatch.setattr(filetier, "_free", lambda path: 5000)
     with pytest.raises(OSError, match="a needs 8192 bytes, free are 5000") as caught:
-        tier.empty("a", 2000, torch.float32)
+        tier.zeros("a", 2000, torch.float32)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tier.path)
 
@@ -271,7 +271,7 @@ import os, signal, torch
 from pathlib import Path
 from hpczero.infinity.filetier import FileTier
 tier = FileTier(Path({str(tmp_path)!r}), 0)
-array = tier.empty("a", 1 << 22, torch.float32)
+array = tier.zeros("a", 1 << 22, torch.float32)
 tier.seal()
 array.write()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ def test_a_buffer_comes_back_when_its_reduction_is_done() -> None:
     second = lender.lend(200, torch.bfloat16)
     assert second.data_ptr() == first.data_ptr()
     assert (second.numel(), second.dtype) == (200, torch.bfloat16)
-    assert ledger.last()["buffers"] == 400
+    assert ledger.last()["device"]["buffers"] == 400
 
 
 def test_a_busy_buffer_is_not_lent() -> None:
@@ -50,7 +50,7 @@ def test_small_free_buffers_are_not_hoarded() -> None:
     lender.lend(80, torch.uint8)
     ledger.mark()
     ledger.mark()
-    assert ledger.last()["buffers"] == 80
+    assert ledger.last()["device"]["buffers"] == 80
 
 
 def test_high_water_marks_belong_to_a_step() -> None:
@@ -59,6 +59,6 @@ def test_high_water_marks_belong_to_a_step() -> None:
     ledger.add("buffers", 50)
     ledger.add("buffers", -50)
     ledger.mark()
-    assert ledger.last() == {"params": 0, "grads": 100, "states": 0, "buffers": 50}
+    assert ledger.last()["device"] == {"params": 0, "grads": 100, "states": 0, "buffers": 50}
     ledger.mark()
-    assert ledger.last() == {"params": 0, "grads": 100, "states": 0, "buffers": 0}
+    assert ledger.last()["device"] == {"params": 0, "grads": 100, "states": 0, "buffers": 0}

@@ -1,0 +1,72 @@
+"""Walk over arrays that are elsewhere: read what comes next while using what is here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
+
+from hpczero.infinity.tier import Array
+
+T = TypeVar("T")
+
+AHEAD = 2
+"""Chunks that are being read while one is used."""
+
+BEHIND = 2
+"""Chunks that are still being written."""
+
+
+class Use(NamedTuple):
+    """Say what is done with a part of an array."""
+
+    array: Array
+    start: int
+    stop: int
+    reads: bool
+    """Whether its content matters; else it is written whole."""
+    writes: bool
+
+
+class Chunk(NamedTuple, Generic[T]):
+    """Hold what is used at a time."""
+
+    what: T
+    uses: Sequence[Use]
+
+
+def stream(chunks: Iterable[Chunk[T]]) -> Iterator[T]:
+    """Yield what each chunk is for when its parts are here; keep what the loop has changed.
+
+    Costs the memory of AHEAD + 1 + BEHIND chunks. Nothing is under way any more at the end.
+
+    Raises:
+        OSError: a tier can't read or write.
+    """
+    coming = iter(chunks)
+    reading: deque[tuple[Chunk[T], list[Future[None]]]] = deque()
+    writing: deque[list[Future[None]]] = deque()
+    while True:
+        while len(reading) <= AHEAD and (chunk := next(coming, None)) is not None:
+            reading.append(
+                (chunk, [use.array.read(use.start, use.stop) for use in chunk.uses if use.reads])
+            )
+        if not reading:
+            break
+        chunk, futures = reading.popleft()
+        _wait(futures)
+        yield chunk.what
+        for use in chunk.uses:
+            if not use.writes:
+                use.array.drop(use.start, use.stop)
+        writing.append([use.array.write(use.start, use.stop) for use in chunk.uses if use.writes])
+        if len(writing) > BEHIND:
+            _wait(writing.popleft())
+    for futures in writing:
+        _wait(futures)
+
+
+def _wait(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()

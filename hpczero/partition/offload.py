@@ -1,0 +1,72 @@
+"""Which tier keeps what, as the config asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpczero.comm.world import World
+from hpczero.config import Device, ZeroOptimization
+from hpczero.infinity.tier import Memory, Moved, Tier
+from hpczero.partition.bucket import State, Tiers
+from hpczero.plan import Plan, Scope, TierName
+
+if TYPE_CHECKING:
+    from hpczero.infinity.filetier import FileTier
+
+TIERS: dict[Device, TierName] = {"none": "device", "cpu": "host", "nvme": "file"}
+
+
+class Offload:
+    """Make the tiers that a config asks for; a rank's own.
+
+    Raises:
+        OSError: a folder for files can't be written; names it.
+    """
+
+    def __init__(self, zero: ZeroOptimization, world: World) -> None:
+        self._zero = zero
+        self._files: dict[str, FileTier] = {}
+        self._rank = world.rank
+        optimizer, params = zero.offload_optimizer, zero.offload_param
+        self.tiers: Tiers = {
+            "params": self._tier(params.device, params.nvme_path),
+            "grads": self._tier(zero.gradients_on, optimizer.nvme_path),
+            "states": self._tier(optimizer.device, optimizer.nvme_path),
+        }
+
+    def _tier(self, device: Device, path: str | None) -> Tier:
+        if device != "nvme":
+            return Memory(TIERS[device])
+        assert path is not None  # the config sees to it
+        if path not in self._files:
+            from hpczero.infinity.filetier import FileTier  # h5py is slow to import
+
+            keep = self._zero.offload_keep_files
+            self._files[path] = FileTier(Path(path), self._rank, keep=keep)
+        return self._files[path]
+
+    def plan(self, params: Scope) -> Plan:
+        """Return the plan of the config's stage on these tiers.
+
+        Args:
+            params: over which ranks stage 3 shards the parameters.
+        """
+        on: dict[State, TierName] = {kind: tier.name for kind, tier in self.tiers.items()}
+        return Plan.stage(
+            self._zero.stage,
+            params,
+            params_on=on["params"],
+            grads_on=on["grads"],
+            states_on=on["states"],
+        )
+
+    def seal(self) -> None:
+        """Say that nothing more will be kept: files lose their names, unless they are to stay."""
+        for file in self._files.values():
+            file.seal()
+
+    def take_moved(self) -> Moved:
+        """Return the bytes that went from and to files since the last call."""
+        moved = [file.take_moved() for file in self._files.values()]
+        return Moved(sum(each.read for each in moved), sum(each.written for each in moved))
