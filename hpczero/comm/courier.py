@@ -151,8 +151,8 @@ class Courier:
     def all_gather(self, cargo: Cargo, full: torch.Tensor, shard: torch.Tensor) -> Future[None]:
         """Fill `full` with the shards of all ranks."""
 
-        def look(windows: Windows, places: Places) -> None:
-            windows.all_gather(full, shard, [place for place, _ in places], cargo.piece)
+        def look(windows: Windows, places: Places) -> int:
+            return windows.all_gather(full, shard, [place for place, _ in places], cargo.piece)
 
         return self._carry(
             "all_gather",
@@ -174,9 +174,9 @@ class Courier:
     ) -> Future[None]:
         """Put the sum of this rank's slice of `full`, divided, into `out` (or add it there)."""
 
-        def look(windows: Windows, places: Places) -> None:
+        def look(windows: Windows, places: Places) -> int:
             sources = [place for place, _ in places]
-            windows.reduce_scatter(
+            return windows.reduce_scatter(
                 full, out, sources, self.staging, divisor=divisor, add=add, piece=cargo.piece
             )
 
@@ -196,7 +196,6 @@ class Courier:
             ),
             look,
             places=self._places(full, full),
-            crosses=(self._wide(out),),
         )
 
     def all_reduce(
@@ -211,8 +210,8 @@ class Courier:
         """Put the sum of `full`, divided, into `out` on all ranks (or add it there)."""
         target = full if out is None else out
 
-        def look(windows: Windows, places: Places) -> None:
-            windows.all_reduce(
+        def look(windows: Windows, places: Places) -> int:
+            return windows.all_reduce(
                 full, target, places, self.staging, divisor=divisor, add=add, piece=cargo.piece
             )
 
@@ -233,7 +232,6 @@ class Courier:
             look,
             places=self._places(full, target),
             factor=2,
-            crosses=(self._wide(target), target.element_size()),
         )
 
     def broadcast(self, cargo: Cargo, tensor: torch.Tensor, root: int = 0) -> Future[None]:
@@ -293,10 +291,9 @@ class Courier:
         cargo: Cargo,
         full: torch.Tensor,
         send: Callable[[], Any],
-        look: Callable[[Windows, Places], None] | None = None,
+        look: Callable[[Windows, Places], int] | None = None,
         places: tuple[int, int] = _OUTSIDE,
         factor: int = 1,
-        crosses: tuple[int, ...] = (),
     ) -> Future[Any]:
         """Queue a collective.
 
@@ -305,32 +302,24 @@ class Courier:
             cargo: what it carries.
             full: the full vector, or the shard where only one rank gets that.
             send: does it by messages between all ranks.
-            look: does it over node memory.
+            look: does it over node memory, and tells the bytes that this rank sent.
             places: of the tensors that others look at.
             factor: how often the full vector travels.
-            crosses: bytes per element each time that it does across nodes.
         """
         size = self.comm.size
         nbytes = full.numel() * full.element_size()
         count = Count(1, factor * cargo.payload, factor * nbytes * (size - 1) // size)
-        items = sum(crosses or (full.element_size(),))
-        crossing = items * full.numel() * (len(self._nodes) - 1) // size
 
         def run(places: Places) -> Any:
             if look is None or self._windows is None or any(NOWHERE in place for place in places):
                 result = send()
                 self._traffic.add(collective, cargo.purpose, count)
                 return result
-            look(self._windows, places)
-            self._traffic.add(collective, cargo.purpose, count._replace(sent=crossing))
+            sent = look(self._windows, places)
+            self._traffic.add(collective, cargo.purpose, count._replace(sent=sent))
             return None
 
         return self._submit(signature(collective, cargo, full), run, places)
-
-    @staticmethod
-    def _wide(out: torch.Tensor) -> int:
-        """Return the bytes of an element of a node's sums."""
-        return max(4, out.element_size())
 
     def _places(self, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
         """Return where others find two tensors."""

@@ -8,7 +8,8 @@ sums on the node first what goes to another, in float32, and sends that. So each
 network once per node in place of once per rank, and every rank drives a part of it.
 
 The bits are those of `collectives`. All functions are called by all ranks of `comm`, one at a time,
-when all have come to it; they return when no rank looks at another's tensor any more.
+when all have come to it; they return when no rank looks at another's tensor any more, and tell how
+many bytes this one has sent to other nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Windows:
         shard: torch.Tensor,
         places: Sequence[int],
         piece: int | None = None,
-    ) -> None:
+    ) -> int:
         """Fill `full` with the shards of all ranks.
 
         A rank's shard may be its own slice of its `full`, and that one `full` of all ranks of the
@@ -87,6 +88,7 @@ class Windows:
                 source = self._memory.look(places[neighbour] + offset, count * item)
                 full[begin : begin + count].copy_(source.view(shard.dtype))
         self._meet()
+        return (len(self._nodes) - 1) * count * item
 
     def reduce_scatter(
         self,
@@ -98,18 +100,20 @@ class Windows:
         divisor: int = 1,
         add: bool = False,
         piece: int | None = None,
-    ) -> None:
+    ) -> int:
         """Put the sum over ranks of this rank's slice of their `full`, divided, into `out`.
 
         `out` may be the rank's own slice of `full`. Costs each rank reading the slice of each of
         its column once on every neighbour, and sends that many less its own in the sums' dtype.
         """
+        sent = 0
         if len(self._nodes) == 1:
             sources = self._terms(full, out.numel(), self.rank, places)
             sum_into(out, sources, staging.sums, divisor, add)
         else:
-            self._reduce_column(full, out, places, staging, divisor, add, piece)
+            sent = self._reduce_column(full, out, places, staging, divisor, add, piece)
         self._meet()
+        return sent
 
     def all_reduce(
         self,
@@ -121,7 +125,7 @@ class Windows:
         divisor: int = 1,
         add: bool = False,
         piece: int | None = None,
-    ) -> None:
+    ) -> int:
         """Put the sum over ranks of `full`, divided, into `out` on every rank.
 
         Args:
@@ -136,10 +140,10 @@ class Windows:
         count = full.numel() // sum(map(len, self._nodes))
         own = out[self.rank * count : (self.rank + 1) * count]
         sums, results = zip(*places, strict=True)
-        self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
+        sent = self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
         stride = count * out.element_size() if len(self._nodes) == 1 else 0
         shards = [place + rank * stride for rank, place in enumerate(results)]
-        self.all_gather(out, own, shards, piece)
+        return sent + self.all_gather(out, own, shards, piece)
 
     def _terms(
         self, full: torch.Tensor, count: int, rank: int, places: Sequence[int]
@@ -170,7 +174,7 @@ class Windows:
         divisor: int,
         add: bool,
         piece: int | None,
-    ) -> None:
+    ) -> int:
         """Sum on this node what each of the column owns, exchange the sums, and add them up."""
         count, nodes, mine = out.numel(), len(self._column), self.node_number
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
@@ -189,6 +193,7 @@ class Windows:
             self._wait(requests)
             sums = [(ours if peer == mine else theirs)[peer][:size] for peer in range(nodes)]
             sum_into(out[start:stop], sums, staging.sums, divisor, add)
+        return (nodes - 1) * count * wide.itemsize
 
     def _meet(self) -> None:
         """Wait for all ranks of the node: what they look at is there, or may change from now on."""
