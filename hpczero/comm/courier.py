@@ -18,6 +18,7 @@ from mpi4py import MPI
 from hpczero.comm import collectives
 from hpczero.comm.collectives import Count, Nodes, Staging, Traffic
 from hpczero.comm.node import NOWHERE, NodeMemory
+from hpczero.comm.routes import FREE, Link
 from hpczero.comm.timeline import Timeline
 from hpczero.comm.waiting import YIELD_SECONDS, wait_politely
 from hpczero.comm.windows import Windows
@@ -104,6 +105,7 @@ class Courier:
         timeline: Timeline | None = None,
         memory: NodeMemory | None = None,
         nodes: Nodes = (),
+        link: Link = FREE,
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -121,7 +123,7 @@ class Courier:
         self._nodes = nodes or [range(comm.size)]
         self._memory = memory
         self._windows = (
-            None if memory is None else Windows(self.comm, memory, patience, self._nodes)
+            None if memory is None else Windows(self.comm, memory, patience, self._nodes, link)
         )
         self._records = np.empty((comm.size, SIGNATURE_BYTES + _PLACES.size), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
