@@ -5,11 +5,12 @@ A sum adds the nodes' sums in node order, so none may be added on the way, as re
 does: a reduction exchanges them whole, and its bits depend on no route. What is left to choose:
 
     gather    ring      n - 1 rounds between neighbours, a block in each
+              direct    n - 1 messages at once
               Bruck     log2 n rounds of 1, 2, 4, ... blocks: recursive doubling's price, for any n
     exchange  direct    n - 1 messages at once
               Bruck     log2 n rounds of half the blocks each, passed on: more bytes
 
-Both gathers move the same bytes. MPI's own gather is none of the choices: it takes one of these by
+All gathers move the same bytes. MPI's own gather is none of the choices: it takes one of these by
 limits that nobody measured here, and nobody could foretell what it costs.
 
 The model is Hockney's (Parallel Computing 20, 1994), a latency and a bandwidth, with LogP's gap
@@ -56,35 +57,38 @@ BULK = 1 << 18
 
 
 def measure(comm: MPI.Intracomm, patience: float) -> Link:
-    """Return what this rank sees while all of a column pass messages around a ring.
+    """Return what a column's first rank sees while each of the lower half plays ping-pong.
 
     Called by all ranks of all columns at once, so that those of a node share its network as they do
-    in training. Costs 27 rounds, and 2.3 MiB that each rank sends. Ranks see different times:
-    let one's count for all, or they choose different routes.
+    in training. Costs 27 rounds, and 2.3 MiB that each rank sends.
 
     Args:
         comm: this rank's column.
         patience: seconds of yielding before sleeping.
     """
-    memory = torch.empty(2 * BULK, dtype=torch.uint8)
+    half, memory = comm.size // 2, torch.empty(2 * BULK, dtype=torch.uint8)
 
     def seconds(messages: int, nbytes: int) -> float:
-        coming, going = (
-            [buffer(half, i * nbytes, (i + 1) * nbytes) for i in range(messages)]
-            for half in (memory[:BULK], memory[BULK:])
+        ours, theirs = (
+            [buffer(part, i * nbytes, (i + 1) * nbytes) for i in range(messages)]
+            for part in (memory[:BULK], memory[BULK:])
         )
         times = []
-        for _ in range(ROUNDS + 2):
+        for _ in range(ROUNDS + 2 if comm.rank < 2 * half else 0):
             start = time.perf_counter()
-            requests = [comm.Irecv(row, (comm.rank - 1) % comm.size) for row in coming]
-            requests += [comm.Isend(row, (comm.rank + 1) % comm.size) for row in going]
-            wait_politely(requests, patience, moving=True)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])  # the first ones connect, and find others late
+            peer = (comm.rank + half) % (2 * half)  # a reply: else one may run ahead of the other
+            coming = [comm.Irecv(row, peer) for row in theirs]
+            if comm.rank >= half:
+                wait_politely(coming, patience, moving=True)
+            going = [comm.Isend(row, peer) for row in ours]
+            wait_politely([*coming, *going], patience, moving=True)
+            times.append((time.perf_counter() - start) / 2)
+        return statistics.median(times[2:] or [1.0])  # connected; a last odd rank plays none
 
     latency, burst, bulk = seconds(1, 1), seconds(BURST, 1), seconds(1, BULK)
     gap = max(0.0, burst - latency) / (BURST - 1)
-    return Link(latency, gap, BULK / max(bulk - latency, bulk / 2))
+    link: Link = comm.bcast(Link(latency, gap, BULK / max(bulk - latency, bulk / 2)))
+    return link
 
 
 # Costs #
@@ -95,6 +99,7 @@ def gather_seconds(nodes: int, nbytes: int, link: Link) -> dict[str, float]:
     transfer = (nodes - 1) * nbytes / link.bandwidth
     return {
         "ring": (nodes - 1) * link.latency + transfer,
+        "direct": link.latency + (nodes - 2) * link.gap + transfer,
         "bruck": len(_distances(nodes)) * link.latency + transfer,
     }
 
@@ -114,8 +119,10 @@ def gather_route(nodes: int, nbytes: int, link: Link) -> str:
     The ring, unless its latencies make it a tenth slower: it loads only links of neighbours.
     """
     seconds = gather_seconds(nodes, nbytes, link)
-    countable = nodes // 2 * nbytes <= PIECE_BYTES  # the largest message of Bruck's
-    return "bruck" if countable and seconds["ring"] > 1.1 * seconds["bruck"] else "ring"
+    if nodes // 2 * nbytes > PIECE_BYTES:
+        del seconds["bruck"]  # more than MPI counts in its largest message
+    best = min(seconds, key=seconds.__getitem__)
+    return "ring" if seconds["ring"] <= 1.1 * seconds[best] else best
 
 
 def exchange_route(nodes: int, nbytes: int, link: Link) -> str:
@@ -151,10 +158,8 @@ def gather(comm: MPI.Intracomm, blocks: Blocks, link: Link, patience: float) -> 
         link: the same on all ranks.
         patience: seconds of yielding before sleeping.
     """
-    if gather_route(comm.size, blocks.nbytes, link) == "bruck":
-        _bruck_gather(comm, blocks, patience)
-    else:
-        _ring_gather(comm, blocks, patience)
+    run = {"ring": _ring_gather, "direct": _direct_gather, "bruck": _bruck_gather}
+    run[gather_route(comm.size, blocks.nbytes, link)](comm, blocks, patience)
 
 
 def _ring_gather(comm: MPI.Intracomm, blocks: Blocks, patience: float) -> None:
@@ -164,6 +169,15 @@ def _ring_gather(comm: MPI.Intracomm, blocks: Blocks, patience: float) -> None:
         coming, going = blocks.one((mine - step) % nodes), blocks.one((mine - step + 1) % nodes)
         requests = [comm.Irecv(coming, (mine - 1) % nodes), comm.Isend(going, (mine + 1) % nodes)]
         wait_politely(requests, patience, moving=True)
+
+
+def _direct_gather(comm: MPI.Intracomm, blocks: Blocks, patience: float) -> None:
+    """Send the own block to all."""
+    nodes, mine = comm.size, comm.rank
+    others = [(mine + step) % nodes for step in range(1, nodes)]
+    requests = [comm.Irecv(blocks.one(peer), peer) for peer in others]
+    requests += [comm.Isend(blocks.one(mine), peer) for peer in others]
+    wait_politely(requests, patience, moving=True)
 
 
 def _bruck_gather(comm: MPI.Intracomm, blocks: Blocks, patience: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from launch import mpiexec
@@ -12,7 +14,7 @@ from hpczero.comm.collectives import Staging, Traffic
 from hpczero.comm.courier import Courier
 from hpczero.comm.node import open_node_memory
 from hpczero.comm.routes import FREE, Blocks, Link
-from hpczero.comm.wire import Cargo, buffer
+from hpczero.comm.wire import PIECE_BYTES, Cargo, buffer
 
 pytestmark = pytest.mark.mpi
 
@@ -25,12 +27,12 @@ def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)
 
 
-@pytest.fixture(params=["ring, direct", "bruck"])
+@pytest.fixture(params=[("ring", "direct"), ("direct", "bruck"), ("bruck", "bruck")], ids=str)
 def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Link:
-    """Take one road, also where both cost the same."""
-    if request.param == "bruck":
-        monkeypatch.setattr(routes, "gather_route", lambda *_: "bruck")
-        monkeypatch.setattr(routes, "exchange_route", lambda *_: "bruck")
+    """Take one route for gathers and one for exchanges, whatever they cost."""
+    gather, exchange = request.param
+    monkeypatch.setattr(routes, "gather_route", lambda *_: gather)
+    monkeypatch.setattr(routes, "exchange_route", lambda *_: exchange)
     return FREE
 
 
@@ -113,7 +115,10 @@ def test_columns_give_the_bits_of_messages(
 
 
 def test_a_link_is_measured(world_comm: MPI.Intracomm) -> None:
+    if world_comm.size == 1:
+        pytest.skip("nobody to play with")
     link = routes.measure(world_comm, 1e-3)
+    assert world_comm.allgather(link) == [link] * world_comm.size
     assert 0 < link.latency < 1
     assert 0 <= link.gap < 1
     assert 1e5 < link.bandwidth < 1e13
@@ -128,43 +133,43 @@ NODES = [*range(2, 40), 63, 64, 65, 127, 500, 1000, 1024, 2000, 2048]
 @pytest.mark.parametrize("link", [CLUSTER, Link(5e-5, 5e-6, 1e8), Link(2e-2, 1e-6, 1e9)])
 def test_choices_follow_the_costs(link: Link) -> None:
     for nodes in NODES:
-        for costs, route in (
-            (routes.gather_seconds, routes.gather_route),
-            (routes.exchange_seconds, routes.exchange_route),
+        for costs, route, last in (
+            (routes.gather_seconds, routes.gather_route, "ring"),
+            (routes.exchange_seconds, routes.exchange_route, "direct"),
         ):
             chosen = [route(nodes, nbytes, link) for nbytes in SIZES]
-            assert (
-                "bruck" not in chosen[chosen.index(chosen[-1]) :]
-            )  # latencies count less and less
-            assert chosen[-1] != "bruck"
+            assert sum(a != b for a, b in pairwise(chosen)) <= 1  # latencies count less and less
+            assert chosen[-1] == last or link.latency > 1e-3
             for nbytes, name in zip(SIZES, chosen, strict=True):
                 seconds = costs(nodes, nbytes, link)
                 assert min(seconds.values()) > 0
-                countable = nodes // 2 * nbytes <= 1 << 29
-                if countable:
+                if nodes // 2 * nbytes <= PIECE_BYTES:
                     assert seconds[name] <= 1.1 * min(seconds.values())
+                else:
+                    assert name != "bruck"
 
 
 def test_choices_on_a_cluster() -> None:
-    for nodes in (2, 3):
-        assert {routes.gather_route(nodes, nbytes, CLUSTER) for nbytes in SIZES} == {"ring"}
-        assert {routes.exchange_route(nodes, nbytes, CLUSTER) for nbytes in SIZES} == {"direct"}
-    for nodes in (16, 100, 2048):
-        for nbytes in (1, 1024):
-            assert routes.gather_route(nodes, nbytes, CLUSTER) == "bruck"
+    assert {routes.gather_route(2, nbytes, CLUSTER) for nbytes in SIZES} == {"ring"}
+    assert {routes.exchange_route(2, nbytes, CLUSTER) for nbytes in SIZES} == {"direct"}
+    for nbytes in (1, 1024):
+        assert routes.gather_route(8, nbytes, CLUSTER) == "direct"
+        assert routes.gather_route(100, nbytes, CLUSTER) == "bruck"
+        assert routes.gather_route(2048, nbytes, CLUSTER) == "bruck"
+    for nodes in (8, 100, 2048):
         for nbytes in (1 << 20, 1 << 28):
             assert routes.gather_route(nodes, nbytes, CLUSTER) == "ring"
             assert routes.exchange_route(nodes, nbytes, CLUSTER) == "direct"
     assert routes.exchange_route(2048, 64, CLUSTER) == "bruck"
-    small = routes.gather_seconds(2048, 1024, CLUSTER)
-    assert small["ring"] > 5 * small["bruck"]
+    small = routes.gather_seconds(2048, 64, CLUSTER)
+    assert small["ring"] > 50 * small["bruck"]
 
 
 def test_costs_of_few_nodes() -> None:
     link = Link(10.0, 1.0, 0.5)
-    assert routes.gather_seconds(2, 1, link) == {"ring": 12, "bruck": 12}
+    assert routes.gather_seconds(2, 1, link) == {"ring": 12, "direct": 12, "bruck": 12}
     assert routes.exchange_seconds(2, 1, link) == {"direct": 12, "bruck": 12}
-    assert routes.gather_seconds(5, 1, link) == {"ring": 48, "bruck": 38}
+    assert routes.gather_seconds(5, 1, link) == {"ring": 48, "direct": 21, "bruck": 38}
     # Rows 1 and 3, then 2 and 3, then 4.
     assert routes.exchange_seconds(5, 1, link) == {"direct": 21, "bruck": 40}
 
