@@ -23,6 +23,7 @@ nor that a direct exchange sums while it sends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -274,9 +275,10 @@ def _distances(nodes: int) -> list[int]:
     return [1 << power for power in range((nodes - 1).bit_length())]
 
 
-def _passed(nodes: int, distance: int) -> list[int]:
+@functools.cache  # each piece of a reduction asks
+def _passed(nodes: int, distance: int) -> tuple[int, ...]:
     """Return which rows of an exchange travel in a round."""
-    return [row for row in range(nodes) if row & distance]
+    return tuple(row for row in range(nodes) if row & distance)
 
 
 def _swap(
