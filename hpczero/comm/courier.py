@@ -18,6 +18,7 @@ from mpi4py import MPI
 from hpczero.comm import collectives
 from hpczero.comm.collectives import Count, Nodes, Staging, Traffic
 from hpczero.comm.node import NOWHERE, NodeMemory
+from hpczero.comm.routes import FREE, Link
 from hpczero.comm.timeline import Timeline
 from hpczero.comm.waiting import YIELD_SECONDS, wait_politely
 from hpczero.comm.windows import Windows
@@ -110,6 +111,7 @@ class Courier:
         timeline: Timeline | None = None,
         memory: NodeMemory | None = None,
         nodes: Nodes = (),
+        link: Link = FREE,
     ) -> None:
         self.comm = comm.Dup()
         self.name = name
@@ -127,7 +129,7 @@ class Courier:
         self._nodes = nodes or [range(comm.size)]
         self._memory = memory
         self._windows = (
-            None if memory is None else Windows(self.comm, memory, patience, self._nodes)
+            None if memory is None else Windows(self.comm, memory, patience, self._nodes, link)
         )
         self._records = np.empty((comm.size, SIGNATURE_BYTES + _PLACES.size), dtype=np.uint8)
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -163,9 +165,11 @@ class Courier:
     ) -> Future[None]:
         """Fill `full` with the shards of all ranks, where that of this one is there `within`."""
 
-        def look(windows: Windows, places: Places) -> None:
+        def look(windows: Windows, places: Places) -> int:
             sources = [place for place, _ in places]
-            windows.all_gather(full, shard, sources, cargo.piece, in_full=self._in_full(full))
+            return windows.all_gather(
+                full, shard, sources, cargo.piece, in_full=self._in_full(full)
+            )
 
         return self._carry(
             "all_gather",
@@ -196,9 +200,9 @@ class Courier:
         What `out` has is there `within`.
         """
 
-        def look(windows: Windows, places: Places) -> None:
+        def look(windows: Windows, places: Places) -> int:
             sources = [place for place, _ in places]
-            windows.reduce_scatter(
+            return windows.reduce_scatter(
                 full, out, sources, self.staging, divisor=divisor, add=add, piece=cargo.piece
             )
 
@@ -218,7 +222,6 @@ class Courier:
             ),
             look,
             places=self._places(full, full),
-            crosses=(self._wide(out),),
             within=within,
         )
 
@@ -234,8 +237,8 @@ class Courier:
         """Put the sum of `full`, divided, into `out` on all ranks (or add it there)."""
         target = full if out is None else out
 
-        def look(windows: Windows, places: Places) -> None:
-            windows.all_reduce(
+        def look(windows: Windows, places: Places) -> int:
+            return windows.all_reduce(
                 full, target, places, self.staging, divisor=divisor, add=add, piece=cargo.piece
             )
 
@@ -256,7 +259,6 @@ class Courier:
             look,
             places=self._places(full, target),
             factor=2,
-            crosses=(self._wide(target), target.element_size()),
         )
 
     def broadcast(self, cargo: Cargo, tensor: torch.Tensor, root: int = 0) -> Future[None]:
@@ -316,10 +318,9 @@ class Courier:
         cargo: Cargo,
         full: torch.Tensor,
         send: Callable[[], Any],
-        look: Callable[[Windows, Places], None] | None = None,
+        look: Callable[[Windows, Places], int] | None = None,
         places: tuple[int, int] = _OUTSIDE,
         factor: int = 1,
-        crosses: tuple[int, ...] = (),
         within: Within = _ANYWHERE,
     ) -> Future[Any]:
         """Queue a collective.
@@ -329,33 +330,25 @@ class Courier:
             cargo: what it carries.
             full: the full vector, or the shard where only one rank gets that.
             send: does it by messages between all ranks.
-            look: does it over node memory.
+            look: does it over node memory, and tells the bytes that this rank sent.
             places: of the tensors that others look at.
             factor: how often the full vector travels.
-            crosses: bytes per element each time that it does across nodes.
             within: a block around it, entered when its turn has come.
         """
         size = self.comm.size
         nbytes = full.numel() * full.element_size()
         count = Count(1, factor * cargo.payload, factor * nbytes * (size - 1) // size)
-        items = sum(crosses or (full.element_size(),))
-        crossing = items * full.numel() * (len(self._nodes) - 1) // size
 
         def run(places: Places) -> Any:
             if look is None or self._windows is None or any(NOWHERE in place for place in places):
                 result = send()
                 self._traffic.add(collective, cargo.purpose, count)
                 return result
-            look(self._windows, places)
-            self._traffic.add(collective, cargo.purpose, count._replace(sent=crossing))
+            sent = look(self._windows, places)
+            self._traffic.add(collective, cargo.purpose, count._replace(sent=sent))
             return None
 
         return self._submit(signature(collective, cargo, full), run, places, within)
-
-    @staticmethod
-    def _wide(out: torch.Tensor) -> int:
-        """Return the bytes of an element of a node's sums."""
-        return max(4, out.element_size())
 
     def _places(self, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
         """Return where others find two tensors."""

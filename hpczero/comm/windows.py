@@ -5,22 +5,27 @@ On several nodes of equally many ranks, only ranks of equal place on their nodes
 across. A gather sends a rank's shard to its column; then every rank of a node takes from its
 neighbours what their columns have brought, or finds it in the vector that they share. A reduction
 sums on the node first what goes to another, in float32, and sends that. So each byte crosses the
-network once per node in place of once per rank, and every rank drives a part of it.
+network once per node in place of once per rank, and every rank drives a part of it. On how many
+nodes a column is, how large its blocks are, and its link decide by which of `routes` they go.
 
 The bits are those of `collectives`. All functions are called by all ranks of `comm`, one at a time,
-when all have come to it; they return when no rank looks at another's tensor any more.
+when all have come to it; they return when no rank looks at another's tensor any more, and tell how
+many bytes this one has sent to other nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from mpi4py import MPI
 
-from hpczero.comm.collectives import Nodes, Staging, share, strided
+from hpczero.comm import routes
+from hpczero.comm.collectives import Nodes, Staging, share
 from hpczero.comm.node import NodeMemory
+from hpczero.comm.routes import Blocks, Link
 from hpczero.comm.sums import sum_into
 from hpczero.comm.waiting import wait_politely
 from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
@@ -36,12 +41,19 @@ class Windows:
         memory: of this rank's node.
         patience: seconds of yielding before sleeping.
         nodes: the ranks of each node; see `columns`.
+        link: between nodes, the same on all ranks.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, memory: NodeMemory, patience: float, nodes: Nodes
+        self,
+        comm: MPI.Intracomm,
+        memory: NodeMemory,
+        patience: float,
+        nodes: Nodes,
+        link: Link = routes.FREE,
     ) -> None:
         self._memory, self._patience, self.rank = memory, patience, comm.rank
+        self._link = link
         self.node_number = next(n for n, ranks in enumerate(nodes) if comm.rank in ranks)
         self._nodes = [list(ranks) for ranks in nodes]
         self._neighbours = self._nodes[self.node_number]
@@ -49,7 +61,7 @@ class Windows:
         self._column = [ranks[place] for ranks in nodes]
         """The ranks of equal place, in the order of nodes; this one is among them."""
         self._near = comm.Split(self.node_number, comm.rank)
-        self._far = comm.Split(place, comm.rank)
+        self._far = cast("MPI.Intracomm", comm.Split(place, comm.rank))
 
     def all_gather(
         self,
@@ -59,7 +71,7 @@ class Windows:
         piece: int | None = None,
         *,
         in_full: bool,
-    ) -> None:
+    ) -> int:
         """Fill `full` with the shards of all ranks.
 
         A rank's shard may be its own slice of its `full`, and that one `full` of all ranks of the
@@ -89,6 +101,7 @@ class Windows:
                 source = self._memory.look(places[neighbour] + offset, count * item)
                 full[begin : begin + count].copy_(source.view(shard.dtype))
         self._meet()
+        return (len(self._nodes) - 1) * count * item
 
     def reduce_scatter(
         self,
@@ -100,18 +113,20 @@ class Windows:
         divisor: int = 1,
         add: bool = False,
         piece: int | None = None,
-    ) -> None:
+    ) -> int:
         """Put the sum over ranks of this rank's slice of their `full`, divided, into `out`.
 
         `out` may be the rank's own slice of `full`. Costs each rank reading the slice of each of
         its column once on every neighbour, and sends that many less its own in the sums' dtype.
         """
+        sent = 0
         if len(self._nodes) == 1:
             sources = self._terms(full, out.numel(), self.rank, places)
             sum_into(out, sources, staging.sums, divisor, add)
         else:
-            self._reduce_column(full, out, places, staging, divisor, add, piece)
+            sent = self._reduce_column(full, out, places, staging, divisor, add, piece)
         self._meet()
+        return sent
 
     def all_reduce(
         self,
@@ -123,7 +138,7 @@ class Windows:
         divisor: int = 1,
         add: bool = False,
         piece: int | None = None,
-    ) -> None:
+    ) -> int:
         """Put the sum over ranks of `full`, divided, into `out` on every rank.
 
         Args:
@@ -138,10 +153,11 @@ class Windows:
         count = full.numel() // sum(map(len, self._nodes))
         own = out[self.rank * count : (self.rank + 1) * count]
         sums, results = zip(*places, strict=True)
-        self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
+        sent = self.reduce_scatter(full, own, sums, staging, divisor=divisor, add=add, piece=piece)
         stride = count * out.element_size() if len(self._nodes) == 1 else 0
         shards = [place + rank * stride for rank, place in enumerate(results)]
-        self.all_gather(out, own, shards, piece, in_full=len(self._nodes) > 1)
+        in_full = len(self._nodes) > 1
+        return sent + self.all_gather(out, own, shards, piece, in_full=in_full)
 
     def _terms(
         self, full: torch.Tensor, count: int, rank: int, places: Sequence[int]
@@ -160,8 +176,8 @@ class Windows:
         step = self._column[1] - self._column[0]
         everything = buffer(full)[self._column[0] * nbytes :]
         for start, stop in pieces(nbytes, limit):
-            with strided(stop - start, step * nbytes) as column:
-                self._wait([self._far.Iallgather(MPI.IN_PLACE, [everything[start:], 1, column])])
+            blocks = Blocks(everything[start:], stop - start, step * nbytes)
+            routes.gather(self._far, blocks, self._link, self._patience)
 
     def _reduce_column(
         self,
@@ -172,33 +188,27 @@ class Windows:
         divisor: int,
         add: bool,
         piece: int | None,
-    ) -> None:
+    ) -> int:
         """Sum on this node what each of the column owns, exchange the sums, and add them up."""
-        count, nodes, mine = out.numel(), len(self._column), self.node_number
+        count, nodes = out.numel(), len(self._column)
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-        rows = staging.rows(wide)  # half of them go out, as many come in: at least two ranks a node
-        ours, theirs = rows[:nodes], rows[nodes : 2 * nodes]
+        rows = staging.rows(wide)[: 2 * nodes]  # there are: at least two ranks a node
         terms = [self._terms(full, count, rank, places) for rank in self._column]
-        others = [(mine + step) % nodes for step in range(1, nodes)]
+        sent = 0
         for start, stop in pieces(count, share(piece, nodes, rows.shape[1])):
-            size = stop - start
-            requests = [self._far.Irecv(buffer(theirs[peer], 0, size), peer) for peer in others]
-            for peer in [*others, mine]:
-                sources = [term[start:stop] for term in terms[peer]]
-                sum_into(ours[peer][:size], sources, staging.sums)
-                if peer != mine:
-                    requests.append(self._far.Isend(buffer(ours[peer], 0, size), peer))
-            self._wait(requests)
-            sums = [(ours if peer == mine else theirs)[peer][:size] for peer in range(nodes)]
+
+            def fill(node: int, row: torch.Tensor, start: int = start, stop: int = stop) -> None:
+                sum_into(row, [term[start:stop] for term in terms[node]], staging.sums)
+
+            lent = rows[:, : stop - start]
+            sums, more = routes.exchange(self._far, lent, fill, self._link, self._patience)
             sum_into(out[start:stop], sums, staging.sums, divisor, add)
+            sent += more
+        return sent
 
     def _meet(self) -> None:
         """Wait for all ranks of the node: what they look at is there, or may change from now on."""
         wait_politely([self._near.Ibarrier()], self._patience)
-
-    def _wait(self, requests: list[MPI.Request]) -> None:
-        """Wait for what crosses nodes."""
-        wait_politely(requests, self._patience, moving=True)
 
 
 def columns(nodes: Nodes) -> bool:

@@ -19,6 +19,7 @@ from hpczero.comm.collectives import Traffic
 from hpczero.comm.courier import Courier, Fate
 from hpczero.comm.monitor import Monitor, timeout
 from hpczero.comm.node import open_node_memory
+from hpczero.comm.routes import FREE, Link, measure
 from hpczero.comm.timeline import Timeline, offset, write
 from hpczero.comm.waiting import CROWDED_YIELD_SECONDS, YIELD_SECONDS
 from hpczero.comm.windows import columns
@@ -89,6 +90,11 @@ class World:
         """Why there is none where there should be."""
         if self.no_node_memory and self.rank == 0:
             log.warning(f"all ranks send messages: no node memory ({self.no_node_memory})")
+        crowded = self.local_size > len(os.sched_getaffinity(0))
+        self._patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
+        columned = self.nodes > 1 and self.node_memory is not None
+        self.link = self._measure() if columned else FREE
+        """Between nodes, as rank 0 found it; FREE where there is one, or no node memory."""
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
         self.traffic = Traffic()
         self.timeline = Timeline()
@@ -110,18 +116,24 @@ class World:
         return world
 
     def _courier(self, name: str) -> Courier:
-        crowded = self.local_size > len(os.sched_getaffinity(0))
-        patience = CROWDED_YIELD_SECONDS if crowded else YIELD_SECONDS
         return Courier(
             self.comm,
             name,
             self.traffic,
             self._fate,
-            patience,
+            self._patience,
             self.timeline,
             self.node_memory,
             self.node_ranks,
+            self.link,
         )
+
+    def _measure(self) -> Link:
+        """Measure the link of all columns at once; rank 0's counts, so that all choose alike."""
+        column = cast("MPI.Intracomm", self.comm.Split(self.local_rank, self.rank))
+        link: Link = self.comm.bcast(measure(column, self._patience))
+        column.Free()
+        return link
 
     @property
     def couriers(self) -> list[Courier]:
