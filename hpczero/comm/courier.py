@@ -24,14 +24,8 @@ from hpczero.comm.windows import Windows
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
 
-CAUSES = {
-    "all_gather": "gather",
-    "broadcast": "gather",
-    "gather": "gather",
-    "reduce_scatter": "reduce",
-    "all_reduce": "reduce",
-}
-"""What a collective is in the timeline; others carry names only."""
+CAUSES = {"parameters": "gather", "gradients": "reduce"}
+"""What carrying for a purpose is in the timeline; others move little, or seldom."""
 
 
 Places = list[tuple[int, int]]
@@ -46,6 +40,7 @@ class _Job(NamedTuple):
     run: Callable[[Places], Any]
     future: Future[Any]
     places: tuple[int, int]
+    cause: str
 
 
 class Fate:
@@ -325,7 +320,8 @@ class Courier:
             self._traffic.add(collective, cargo.purpose, count._replace(sent=crossing))
             return None
 
-        return self._submit(signature(collective, cargo, full), run, places)
+        cause = CAUSES.get(cargo.purpose, "")
+        return self._submit(signature(collective, cargo, full), run, places, cause)
 
     @staticmethod
     def _wide(out: torch.Tensor) -> int:
@@ -343,8 +339,9 @@ class Courier:
         signature: Signature,
         run: Callable[[Places], Any],
         places: tuple[int, int] = _OUTSIDE,
+        cause: str = "",
     ) -> Future[Any]:
-        job = _Job(signature, run, Future(), places)
+        job = _Job(signature, run, Future(), places, cause)
         self._fate.watch(job.future)
         self._queue.put(job)
         return job.future
@@ -362,7 +359,7 @@ class Courier:
             name = job.signature.name
             with self._timeline.span(self.name, name, "wait"):
                 places = self._agree(job.signature, job.places)
-            with self._timeline.span(self.name, name, CAUSES.get(job.signature.collective, "")):
+            with self._timeline.span(self.name, name, job.cause):
                 result = job.run(places)
         except BaseException as error:
             self._fate.seal(error)

@@ -284,7 +284,7 @@ class Runtime:
         A rank that waits for something else there (a gather of a module that others skip, a
         state_dict) can't reduce: without the meeting each side would wait in another queue.
         """
-        with self._world.timeline.span("program", f"all ranks for {purpose}", "wait"):
+        with self._world.timeline.wait("other ranks", f"all ranks for {purpose}"):
             self._world.gathers.meet(purpose).result()
 
     def _pre_backward(self, unit: Unit) -> None:
