@@ -215,6 +215,11 @@ class Engine:
         return self._optimizer.kernel
 
     @property
+    def further_units(self) -> int:
+        """Return the units gathered ahead beyond what `sizing` counts, as measured; mostly 0."""
+        return self._runtime.further
+
+    @property
     def rank(self) -> int:
         """Return this process's rank."""
         return self.world.rank

@@ -195,6 +195,7 @@ def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]])
         "memory": ranks[0]["memory"],
         "memory_by_rank": [rank["memory"] for rank in ranks],
         "memory_formula": _formula(engine, stage),
+        "further_units": engine.further_units,
         "traffic": {name: traffic[name] for name in COLLECTIVES},
         "peak_pss": max((peak for peak in peaks if peak is not None), default=None),
         "peak_pss_by_rank": peaks,
@@ -258,8 +259,9 @@ def draw(path: Path, steps: Sequence[Step]) -> None:
 
 
 def _formula(engine: Engine, stage: int) -> dict[str, int]:
-    accumulation = engine.config.accumulation
-    return sizing.memory_formula(engine.bucket_shapes(), stage, engine.world_size, accumulation)
+    accumulation, further = engine.config.accumulation, engine.further_units
+    shapes = engine.bucket_shapes()
+    return sizing.memory_formula(shapes, stage, engine.world_size, accumulation, further)
 
 
 # ---- shown on rank 0; rich loads here, when first used

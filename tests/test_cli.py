@@ -25,7 +25,7 @@ METRICS = [
 ]  # fmt: skip
 SUMMARY = [
     "parameters", "ranks", "nodes", "stage", "dtype", "kernel", "memory", "memory_by_rank",
-    "memory_formula", "traffic", "peak_pss", "peak_pss_by_rank", "seconds",
+    "memory_formula", "further_units", "traffic", "peak_pss", "peak_pss_by_rank", "seconds",
     "loss_first", "loss_last", "versions",
 ]  # fmt: skip
 STATES = ["params", "grads", "states", "buffers"]
