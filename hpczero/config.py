@@ -98,7 +98,7 @@ class ZeroOptimization(Section):
     sub_group_size: PositiveSize = "auto"
     """Elements that the optimizer updates at a time, in 64s; "auto" is all of a bucket's shard."""
     stage3_prefetch_bucket_size: Size = "auto"
-    """Elements gathered ahead of use; 0 gathers on demand, "auto" is the largest bucket."""
+    """Elements gathered ahead of use; 0 gathers on demand, "auto" what `sizing` counts, or more."""
     stage3_param_persistence_threshold: Size = "auto"
     """Parameters of fewer elements are never released; "auto" is none."""
     stage3_model_persistence_threshold: Size = "auto"

@@ -195,7 +195,7 @@ class Engine:
         publishing = [bucket.publish() for bucket in self._runtime.buckets if bucket.trainable]
         if any(bucket.on_node for bucket in self._runtime.buckets):
             publishing.append(self.world.gathers.meet("new weights"))  # before anybody reads them
-        with self._span("publish"):
+        with self.world.timeline.wait("new weights", "publish"):
             for future in publishing:
                 if future is not None:
                     future.result()
@@ -217,6 +217,11 @@ class Engine:
     def kernel(self) -> str:
         """Return what updates the weights: "C++ (AVX-512)", say, or "torch"."""
         return self._optimizer.kernel
+
+    @property
+    def further_units(self) -> int:
+        """Return the units gathered ahead beyond what `sizing` counts, as measured; mostly 0."""
+        return self._runtime.further
 
     @property
     def rank(self) -> int:
@@ -584,8 +589,7 @@ class Engine:
     # Phases #
 
     def _span(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        waits = phase in ("exchange", "publish")
-        return self.world.timeline.span("program", phase, "wait" if waits else phase)
+        return self.world.timeline.span("program", phase, phase)
 
     @property
     def _reduces(self) -> bool:
@@ -601,7 +605,7 @@ class Engine:
     def _build_units(self) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
         self.world.reclaim_node_memory()
-        arena = Arena(self._ledger, self._memory)
+        arena = Arena(self._ledger, self._memory, self.world.timeline)
         zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
         for part in group(self.module):
@@ -671,7 +675,7 @@ class Engine:
         )
         late = bytes(self._runtime.reducer.late())
         cargo = Cargo("exchange", "step", 0)
-        with self._span("exchange"):
+        with self.world.timeline.wait("exchange", "exchange"):
             records = self.world.reductions.exchange(cargo, record + late).result()
         fields = [_RECORD.unpack_from(other) for other in records]
         where = f"step {self.global_steps + 1}, "
@@ -700,9 +704,9 @@ class Engine:
         if not overflow:
             return False
         self.skipped_steps += 1
-        culprits = self.world.reductions.exchange_objects(
-            "culprit", self._optimizer.first_not_finite()
-        ).result()
+        told = self.world.reductions.exchange_objects("culprit", self._optimizer.first_not_finite())
+        with self.world.timeline.wait("exchange", "culprit"):
+            culprits = told.result()
         _, rank, name = min(
             (found[0], rank, found[1]) for rank, found in enumerate(culprits) if found is not None
         )

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.comm.collectives import COLLECTIVES
+from hpczero.comm.timeline import WAITS
 from hpczero.report import STATES, read_steps
 
-CAUSES = ("forward", "backward", "optimizer", "wait", "io")
+CAUSES = ("forward", "backward", "optimizer", *WAITS.values(), "io")
 """What the program's own row of a trace is made of."""
 
 
@@ -151,7 +152,8 @@ def _bars(title: str, kinds: Sequence[str], rows: Mapping[str, Mapping[str, floa
     """Return stacked bars, one for each row; nothing without rows."""
     if not rows:
         return ""
-    figure, axes = _axes(title, height=1.0 + 0.35 * len(rows))
+    # As high as the bars or their legend.
+    figure, axes = _axes(title, height=max(1.0 + 0.35 * len(rows), 0.8 + 0.18 * len(kinds)))
     names, left = list(rows), [0.0] * len(rows)
     for kind in kinds:
         widths = [rows[name].get(kind, 0.0) for name in names]

@@ -6,8 +6,9 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 import hpczero
 from hpczero import sizing
+from hpczero.comm.timeline import hidden
 from hpczero.engine import Engine
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Step(NamedTuple):
     skipped: bool
     step_seconds: float
     tokens_per_second: float  # of all ranks
+    waited: Mapping[str, float] = {}  # seconds that rank 0's program waited, by what for
+    carried: Mapping[str, float] = {}  # seconds of its couriers, meanwhile: see `Times`
 
 
 class Journal:
@@ -191,9 +195,11 @@ def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]])
         "memory": ranks[0]["memory"],
         "memory_by_rank": [rank["memory"] for rank in ranks],
         "memory_formula": _formula(engine, stage),
+        "further_units": engine.further_units,
         "traffic": {name: traffic[name] for name in COLLECTIVES},
         "peak_pss": max((peak for peak in peaks if peak is not None), default=None),
         "peak_pss_by_rank": peaks,
+        "seconds": _seconds(steps),
         "loss_first": steps[0].loss,
         "loss_last": steps[-1].loss,
         "versions": {
@@ -202,6 +208,25 @@ def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]])
             **{name: version(name) for name in ("torch", "mpi4py", "numpy")},
             "mpi": engine.world.library,
         },
+    }
+
+
+def _seconds(steps: Sequence[Step]) -> dict[str, Any]:
+    """Return the mean seconds of rank 0's steps by cause; the first step is left out."""
+    counted = [step for step in steps[1:] or steps if step.waited]
+    if not counted:
+        return {}
+
+    def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {key: statistics.fmean(row[key] for row in rows) for key in rows[0]}
+
+    waited = means([step.waited for step in counted])
+    carried = means([step.carried for step in counted])
+    return {
+        "step": statistics.fmean(step.step_seconds for step in counted),
+        "waited": waited,
+        "carried": carried,
+        "gathers_hidden": hidden(waited, carried),
     }
 
 
@@ -234,8 +259,9 @@ def draw(path: Path, steps: Sequence[Step]) -> None:
 
 
 def _formula(engine: Engine, stage: int) -> dict[str, int]:
-    accumulation = engine.config.accumulation
-    return sizing.memory_formula(engine.bucket_shapes(), stage, engine.world_size, accumulation)
+    accumulation, further = engine.config.accumulation, engine.further_units
+    shapes = engine.bucket_shapes()
+    return sizing.memory_formula(shapes, stage, engine.world_size, accumulation, further)
 
 
 # ---- shown on rank 0; rich loads here, when first used
@@ -358,10 +384,42 @@ def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:
             ("all", "", f"{total:.2f}", "", ""),
         ],
     )
+    _print_seconds(summary["seconds"])
     first, last = summary["loss_first"], summary["loss_last"]
     peak = summary["peak_pss"]
     pss = "" if peak is None else f", peak PSS {_megabytes(peak)} MB per rank"
     print(f"{summary['parameters']:,} parameters, loss {first:.4f} -> {last:.4f}{pss}", flush=True)
+
+
+def _print_seconds(seconds: dict[str, Any]) -> None:
+    if not seconds:
+        return
+    waited, step = seconds["waited"], seconds["step"]
+
+    def row(name: str, spent: float) -> tuple[str, str, str]:
+        return name, f"{spent:.4f}", f"{spent / step:.1%}"
+
+    part = seconds["gathers_hidden"]
+    title = "Time of a step on rank 0"
+    show_table(
+        title if part is None else f"{title}; {part:.0%} of the gathers' time hidden",
+        ["", "seconds", "of the step"],
+        [
+            *(row(f"waiting for {what}", spent) for what, spent in waited.items()),
+            row("all else", step - sum(waited.values())),
+            None,
+            row("step", step),
+            None,
+            *(row(_CARRIED[what], spent) for what, spent in seconds["carried"].items()),
+        ],
+    )
+
+
+_CARRIED = {
+    "gather": "meanwhile: gathers",
+    "reduce": "meanwhile: reductions",
+    "ranks": "meanwhile: for others to come",
+}
 
 
 def _megabytes(count: int) -> str:

@@ -81,7 +81,7 @@ def train(settings: Settings, world: World) -> None:
         settings.out, settings.steps, settings.progress, active=world.rank == 0, done=start_step
     ) as journal:
         for step in range(start_step, settings.steps):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), world.timeline.totals()
             lr, skipped, first = engine.lr, engine.skipped_steps, engine.global_samples
             total = 0.0
             for micro in range(accumulation):
@@ -94,7 +94,7 @@ def train(settings: Settings, world: World) -> None:
                 pss.sample(step - start_step)
                 total += loss.item()
             mean = world.mean(total / accumulation)
-            seconds = time.perf_counter() - start
+            times, seconds = world.timeline.since(before), time.perf_counter() - start
             journal.write(
                 Step(
                     step=step + 1,
@@ -104,6 +104,8 @@ def train(settings: Settings, world: World) -> None:
                     skipped=engine.skipped_steps > skipped,
                     step_seconds=seconds,
                     tokens_per_second=step_tokens / seconds,
+                    waited=times.waited,
+                    carried=times.carried,
                 )
             )
             if settings.save_every and (

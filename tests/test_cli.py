@@ -15,14 +15,18 @@ import pytest
 from launch import mpiexec
 
 from hpczero import cli, report
+from hpczero.comm.timeline import WAITS
 from hpczero.config import Config
 from hpczero.train import Settings
 
-METRICS = ["step", "loss", "lr", "grad_norm", "skipped", "step_seconds", "tokens_per_second"]
+METRICS = [
+    "step", "loss", "lr", "grad_norm", "skipped", "step_seconds", "tokens_per_second", "waited",
+    "carried",
+]  # fmt: skip
 SUMMARY = [
     "parameters", "ranks", "nodes", "stage", "dtype", "kernel", "memory", "memory_by_rank",
-    "memory_formula", "traffic", "peak_pss", "peak_pss_by_rank", "loss_first", "loss_last",
-    "versions",
+    "memory_formula", "further_units", "traffic", "peak_pss", "peak_pss_by_rank", "seconds",
+    "loss_first", "loss_last", "versions",
 ]  # fmt: skip
 STATES = ["params", "grads", "states", "buffers"]
 SMALL = "--layers 2 --hidden 64 --heads 2 --seq 16 --batch 2 --steps 3".split()  # noqa: SIM905
@@ -183,6 +187,11 @@ def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
     assert all(line["skipped"] is False for line in metrics)
     assert all(line["grad_norm"] > 0 and line["lr"] == 2e-3 for line in metrics)
     assert all(line["step_seconds"] > 0 and line["tokens_per_second"] > 0 for line in metrics)
+    for line in metrics:
+        assert list(line["waited"]) == list(WAITS)
+        assert all(seconds >= 0 for seconds in line["waited"].values())
+        assert 0 < sum(line["waited"].values()) <= line["step_seconds"]
+        assert sorted(line["carried"]) == ["gather", "ranks", "reduce"]
 
     summary = json.loads((out / "summary.json").read_text())
     assert not (out / "summary.json.part").exists()
@@ -194,6 +203,11 @@ def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
     assert (summary["loss_first"], summary["loss_last"]) == (metrics[0]["loss"], metrics[2]["loss"])
     assert summary["memory_by_rank"][0] == summary["memory"]
     assert len(summary["memory_by_rank"]) == len(summary["peak_pss_by_rank"]) == ranks
+    mean = sum(line["step_seconds"] for line in metrics[1:]) / 2
+    assert summary["seconds"]["step"] == pytest.approx(mean)
+    part = summary["seconds"]["gathers_hidden"]
+    # Stage 0 gathers nothing, and stage 3 on one node only looks at the weights.
+    assert 0 <= part <= 1 if stage == 2 else part is None
     for memory in (summary["memory_formula"], *summary["memory_by_rank"]):
         assert list(memory) == STATES
     for state in STATES[:3]:
@@ -260,7 +274,16 @@ def test_a_run_on_tokens(tmp_path: Path, name: str) -> None:
 
 
 def test_a_trace_shows_all_ranks_on_one_clock(tmp_path: Path) -> None:
-    flags = ["--trace", "--no-progress", "--save-every", "2", "--out", str(tmp_path)]
+    flags = [
+        "--trace",
+        "--stage",
+        "2",
+        "--no-progress",
+        "--save-every",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags)
     assert job.returncode == 0, job.stdout
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -268,7 +291,8 @@ def test_a_trace_shows_all_ranks_on_one_clock(tmp_path: Path) -> None:
     for rank in (0, 1):
         mine = [bar for bar in bars if bar["pid"] == rank]
         causes = {bar["cat"] for bar in mine}
-        assert {"forward", "backward", "optimizer", "wait", "gather", "reduce", "io"} <= causes
+        assert {"forward", "backward", "optimizer", "gather", "reduce", "io"} <= causes
+        assert {"wait", "wait for new weights", "wait for exchange"} <= causes
         assert sum(bar["name"] == "forward" for bar in mine) == 3
         assert {bar["tid"] for bar in mine} == {0, 1, 2, 3}
     # A collective ends for one rank when the other has come: their clocks must agree on that.

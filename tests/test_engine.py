@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import hpczero
 from hpczero import sizing
+from hpczero.comm import collectives
 from hpczero.comm.world import World
 from hpczero.partition.bucket import Bucket
 
@@ -306,6 +308,25 @@ def test_blocks_of_equal_size_are_gathered_ahead() -> None:
         engine.backward(engine(tokens(RANK)))
         engine.step()
     assert ahead == [[0, 1], [1, 2], [2, 3], [3]]
+
+
+def test_a_slow_gather_counts_as_waiting_for_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = collectives.all_gather
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.02)
+        real(*args)
+
+    engine = hpczero.Engine(TinyLM(), {**config(3), "node_memory": False})
+    monkeypatch.setattr(collectives, "all_gather", slow)
+    before, start = engine.world.timeline.totals(), time.perf_counter()
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+    times, seconds = engine.world.timeline.since(before), time.perf_counter() - start
+    gathers = 8  # root and three blocks, in forward and backward
+    assert times.carried["gather"] >= gathers * 0.02
+    assert times.waited["gathers"] >= gathers / 2 * 0.02  # compute takes next to no time
+    assert sum(times.waited.values()) <= seconds
 
 
 def test_world_of_one_rank_is_the_same_road() -> None:

@@ -45,7 +45,7 @@ def test_time_is_counted_once(tmp_path: Path) -> None:
     inside = sum(found.causes[cause] for cause in ("forward", "backward"))
     assert 0 < inside <= sum(event["dur"] for event in outer) / 1e6 * (1 + 1e-9)
     assert all(seconds >= 0 for seconds in found.causes.values())
-    assert {"forward", "backward", "optimizer", "wait"} <= set(found.causes)
+    assert {"forward", "backward", "optimizer", "wait for exchange"} <= set(found.causes)
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,14 +25,8 @@ from hpczero.comm.windows import Windows
 from hpczero.comm.wire import GOODBYE, SIGNATURE_BYTES, Cargo, Signature, signature
 from hpczero.errors import Disagreement
 
-CAUSES = {
-    "all_gather": "gather",
-    "broadcast": "gather",
-    "gather": "gather",
-    "reduce_scatter": "reduce",
-    "all_reduce": "reduce",
-}
-"""What a collective is in the timeline; others carry names only."""
+CAUSES = {"parameters": "gather", "gradients": "reduce"}
+"""What carrying for a purpose is in the timeline; others move little, or seldom."""
 
 
 Places = list[tuple[int, int]]
@@ -53,6 +47,7 @@ class _Job(NamedTuple):
     future: Future[Any]
     places: tuple[int, int]
     within: Within
+    cause: str
 
 
 class Fate:
@@ -348,7 +343,8 @@ class Courier:
             self._traffic.add(collective, cargo.purpose, count._replace(sent=sent))
             return None
 
-        return self._submit(signature(collective, cargo, full), run, places, within)
+        cause = CAUSES.get(cargo.purpose, "")
+        return self._submit(signature(collective, cargo, full), run, places, within, cause)
 
     def _places(self, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
         """Return where others find two tensors."""
@@ -362,8 +358,9 @@ class Courier:
         run: Callable[[Places], Any],
         places: tuple[int, int] = _OUTSIDE,
         within: Within = _ANYWHERE,
+        cause: str = "",
     ) -> Future[Any]:
-        job = _Job(signature, run, Future(), places, within)
+        job = _Job(signature, run, Future(), places, within, cause)
         self._fate.watch(job.future)
         self._queue.put(job)
         return job.future
@@ -397,7 +394,7 @@ class Courier:
             self.waits = True
             with span(self.name, name, "wait"):
                 places = self._agree(job.signature, job.places)
-            with span(self.name, name, CAUSES.get(job.signature.collective, "")):
+            with span(self.name, name, job.cause):
                 return job.run(places)
 
     def _agree(self, signature: Signature, places: tuple[int, int] = _OUTSIDE) -> Places:

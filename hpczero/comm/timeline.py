@@ -1,17 +1,18 @@
 """What a rank does when: spans of time, for a picture that Perfetto or chrome://tracing opens.
 
-Off unless started; then each span costs about a microsecond and 100 bytes.
+How long spans took is always added up, by cause: about a microsecond each. They are kept for the
+picture only when that is started; then each takes 100 bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from types import TracebackType
+from typing import IO, Literal, NamedTuple, get_args
 
 LIMIT = 500_000
 """Spans that a rank keeps; later ones are counted, not kept."""
@@ -25,16 +26,53 @@ class Span(NamedTuple):
 
     track: str
     name: str
-    cause: str  # forward, backward, step, wait, gather, reduce, optimizer, io
+    cause: str  # forward, backward, optimizer, wait for ..., wait, gather, reduce, io
     start: float
     end: float
 
 
+Wait = Literal[
+    "gathers", "reductions", "new weights", "other ranks", "exchange", "buffers", "metrics"
+]
+"""What the program waits for."""
+
+WAITS: dict[Wait, str] = {what: f"wait for {what}" for what in get_args(Wait)}
+"""What each is called as a cause."""
+
+Totals = Mapping[tuple[str, str], float]
+"""Seconds by track and cause."""
+
+
+class Times(NamedTuple):
+    """Hold seconds of this rank: what its program waited for, and what its couriers did."""
+
+    waited: dict[str, float]  # by what for
+    carried: dict[str, float]  # gather, reduce; ranks: waiting for others to come to a collective
+
+    @property
+    def hidden(self) -> float | None:
+        """Return the part of the gathers' time in which the program didn't wait for them."""
+        return hidden(self.waited, self.carried)
+
+
+def hidden(waited: Mapping[str, float], carried: Mapping[str, float]) -> float | None:
+    """Return the part of the gathers' time that compute hid, None without gathers."""
+    gather = carried.get("gather", 0.0)
+    if gather == 0.0:
+        return None
+    open_ = waited.get("gathers", 0.0) + waited.get("new weights", 0.0)
+    return max(0.0, 1.0 - open_ / gather)
+
+
 class Timeline:
-    """Collect the spans of this rank."""
+    """Collect the spans of this rank.
+
+    Every track belongs to one thread, which alone adds to its seconds.
+    """
 
     def __init__(self) -> None:
         self.on = False
+        self._seconds: dict[tuple[str, str], float] = {}
         self.spans: list[Span] = []
         self.lost = 0
         """Spans beyond the limit."""
@@ -43,23 +81,64 @@ class Timeline:
         """Forget what was recorded, and record from now on, or nothing more."""
         self.on, self.spans, self.lost = on, [], 0
 
-    def span(self, track: str, name: str, cause: str) -> contextlib.AbstractContextManager[None]:
-        """Record how long the block takes, where recording is on."""
-        return self._record(track, name, cause) if self.on else _NOTHING
+    def span(self, track: str, name: str, cause: str) -> Timing:
+        """Count how long the block takes; record it too, where recording is on."""
+        return Timing(self, track, name, cause)
 
-    @contextlib.contextmanager
-    def _record(self, track: str, name: str, cause: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if len(self.spans) < LIMIT:
-                self.spans.append(Span(track, name, cause, start, time.perf_counter()))
-            else:
-                self.lost += 1
+    def wait(self, what: Wait, name: str) -> Timing:
+        """Count how long the program waits in the block."""
+        return Timing(self, "program", name, WAITS[what])
+
+    def totals(self) -> Totals:
+        """Return all seconds so far, for `since`."""
+        return dict(self._seconds)
+
+    def since(self, before: Totals) -> Times:
+        """Return what has been counted since `totals`."""
+        now = self.totals()
+
+        def seconds(track: str, cause: str) -> float:
+            return now.get((track, cause), 0.0) - before.get((track, cause), 0.0)
+
+        return Times(
+            {what: seconds("program", cause) for what, cause in WAITS.items()},
+            {
+                "gather": seconds("gathers", "gather"),
+                "reduce": seconds("reductions", "reduce"),
+                "ranks": seconds("gathers", "wait") + seconds("reductions", "wait"),
+            },
+        )
+
+    def _end(self, track: str, name: str, cause: str, start: float, end: float) -> None:
+        key = (track, cause)
+        self._seconds[key] = self._seconds.get(key, 0.0) + end - start
+        if not self.on:
+            return
+        if len(self.spans) < LIMIT:
+            self.spans.append(Span(track, name, cause, start, end))
+        else:
+            self.lost += 1
 
 
-_NOTHING = contextlib.nullcontext()
+class Timing:
+    """Time a block: a context manager that is cheaper than a generator."""
+
+    __slots__ = ("_cause", "_line", "_name", "_start", "_track")
+
+    def __init__(self, line: Timeline, track: str, name: str, cause: str) -> None:
+        self._line, self._track, self._name, self._cause = line, track, name, cause
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end = time.perf_counter()
+        self._line._end(self._track, self._name, self._cause, self._start, end)
 
 
 def offset(mine: Sequence[float], first: Sequence[float]) -> float:

@@ -157,7 +157,8 @@ class World:
     def mean(self, value: float, purpose: str = "metrics") -> float:
         """Return the mean of a number over ranks, summed in rank order; all ranks call."""
         cargo = Cargo(purpose, "mean", 0)
-        records = self.gathers.exchange(cargo, struct.pack("d", value)).result()
+        with self.timeline.wait("metrics", purpose):
+            records = self.gathers.exchange(cargo, struct.pack("d", value)).result()
         total = 0.0
         for record in records:
             total += float(struct.unpack("d", record)[0])
@@ -171,7 +172,8 @@ class World:
     def broadcast(self, tensor: torch.Tensor, purpose: str) -> None:
         """Copy a flat tensor from rank 0 to all ranks; all ranks call."""
         payload = tensor.numel() * tensor.element_size()
-        self.gathers.broadcast(Cargo(purpose, purpose, payload), tensor).result()
+        with self.timeline.wait("buffers", purpose):
+            self.gathers.broadcast(Cargo(purpose, purpose, payload), tensor).result()
 
     def reclaim_node_memory(self) -> None:
         """Give back what all ranks have freed of the node's shared memory; all ranks call."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hpczero.comm.node import NodeMemory
+from hpczero.comm.timeline import Timeline
 from hpczero.plan import TierName
 
 Kind = Literal["params", "grads", "states", "buffers"]
@@ -54,8 +55,14 @@ class Arena:
     ranks of the node read them where they lie.
     """
 
-    def __init__(self, ledger: Ledger, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: NodeMemory | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._ledger, self._memory = ledger, memory
+        self._timeline = timeline or Timeline()
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, torch.Tensor] = {}
         self._busy: list[tuple[Future[Any], torch.Tensor]] = []
@@ -69,7 +76,8 @@ class Arena:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         while len(self._busy) >= SLOTS:
-            done = wait([self._busy[0][0]], timeout=PATIENCE_SECONDS).done
+            with self._timeline.wait("reductions", "slot"):
+                done = wait([self._busy[0][0]], timeout=PATIENCE_SECONDS).done
             if not done:
                 break
             self._reclaim()

@@ -249,12 +249,15 @@ class Bucket:
         if self._here:
             return
         if self._ready is not None:
-            with self._world.timeline.span("program", self.name, "wait"):
-                self._ready.result()
-            self._ready = None
+            self._await_gathered(self._ready)
         self._here = True
         for parameter, original in zip(self.params, self._classes, strict=True):
             parameter.__class__ = original
+
+    def _await_gathered(self, ready: Future[None]) -> None:
+        with self._world.timeline.wait("gathers", self.name):
+            ready.result()
+        self._ready = None
 
     def release(self) -> None:
         """Give the gathered weights back, unless held, persistent or replicated.
@@ -279,8 +282,7 @@ class Bucket:
 
     def _forget(self) -> None:
         if self._ready is not None:
-            self._ready.result()  # the courier still writes into it
-            self._ready = None
+            self._await_gathered(self._ready)  # the courier still writes into it
         self.gathered = self._here = False
         for parameter in self.params:
             parameter.__class__ = ReleasedParameter
@@ -395,7 +397,7 @@ class Bucket:
 
     def wait_reduced(self) -> None:
         """Wait until `gradient` holds everything that was posted."""
-        with self._world.timeline.span("program", self.name, "wait"):
+        with self._world.timeline.wait("reductions", self.name):
             self._job.result()  # earlier ones are done: the courier is first in, first out
 
     def _count_squares(self) -> None:

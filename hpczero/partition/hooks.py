@@ -18,11 +18,13 @@ from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
 from hpczero.partition.bucket import Bucket
+from hpczero.partition.foresight import FURTHER, LEAST_NUMEL, MEASURED, Gauge, further
 from hpczero.partition.grouping import ROOT
 from hpczero.partition.layout import persistent
 from hpczero.partition.reducer import Reducer
 from hpczero.partition.schedule import Schedule
 from hpczero.partition.tensor import OWNERS
+from hpczero.sizing import PREFETCHED
 
 
 @dataclass(eq=False, slots=True)
@@ -110,8 +112,7 @@ class Runtime:
         self._root = next(unit for unit in units if unit.name == ROOT)
         self._world = world
         self.reducer = Reducer(self.buckets, lambda bucket: self._unit_of[id(bucket)].runs == 0)
-        largest = max(unit.numel for unit in self.units)
-        self._prefetch_numel = _given(zero.stage3_prefetch_bucket_size, largest)
+        self._prefetch_numel = _given(zero.stage3_prefetch_bucket_size, None)
         self._most_live = _given(zero.stage3_max_live_parameters, None)
         self._reuse_distance = _given(zero.stage3_max_reuse_distance, 0)
         self._forward: Schedule[Unit] = Schedule()
@@ -137,6 +138,19 @@ class Runtime:
         )
         for bucket, stays in zip(self.buckets, stay, strict=True):
             bucket.persistent = stays and not bucket.gathered
+        others = sorted(_transient(unit) for unit in self.units if unit is not self._root)
+        self._wholes = [sum(others[-(PREFETCHED + more) :]) for more in range(FURTHER + 1)]
+        """Elements whole at a time, at most, beside the root and what stays: by further units."""
+        self.further = 0
+        """Units whole at a time beyond those that `sizing` counts: see [Note: how far ahead]."""
+        self._steps = 0
+        self._gauge: Gauge | None = None
+        self._measures = (
+            self._prefetch_numel is None
+            and world.size > 1
+            and any(bucket.frees for bucket in self.buckets)
+            and max(others, default=0) >= LEAST_NUMEL
+        )
         self._storages = {
             bucket.full.untyped_storage()._cdata: bucket for bucket in self.buckets if bucket.frees
         }
@@ -255,6 +269,8 @@ class Runtime:
     def begin_backward(self, reduces: bool) -> None:
         """Prepare for gradients; `reduces` False only accumulates them on this rank."""
         self._active.clear()
+        if self._gauge is not None:
+            self._gauge.leave()
         if self.reducer.reduced:
             # By now the last backward's are done where compute hides them at all; else slots
             # would pile up.
@@ -270,6 +286,8 @@ class Runtime:
     def end_backward(self) -> None:
         """Post what is left of the gradients, and release everything."""
         self._in_backward = False
+        if self._gauge is not None:
+            self._gauge.leave()
         self.reducer.flush()
         self.release_all()
 
@@ -284,7 +302,7 @@ class Runtime:
         A rank that waits for something else there (a gather of a module that others skip, a
         state_dict) can't reduce: without the meeting each side would wait in another queue.
         """
-        with self._world.timeline.span("program", f"all ranks for {purpose}", "wait"):
+        with self._world.timeline.wait("other ranks", f"all ranks for {purpose}"):
             self._world.gathers.meet(purpose).result()
 
     def _pre_backward(self, unit: Unit) -> None:
@@ -309,6 +327,8 @@ class Runtime:
 
     def _enter(self, unit: Unit, schedule: Schedule[Unit], phase: str) -> None:
         watch.here(bucket=unit.label)
+        if self._gauge is not None:
+            self._gauge.leave()
         schedule.visit(unit)
         self._make_room(unit)
         for bucket in unit.buckets:
@@ -316,6 +336,9 @@ class Runtime:
         self._prefetch(schedule, unit)
         for bucket in unit.buckets:
             self.use(bucket, phase)
+        if self._gauge is not None:
+            numel = 0 if unit is self._root else _transient(unit)
+            self._gauge.enter(phase, unit.name, numel)
 
     def _keep_or_release(self, bucket: Bucket, ahead: Iterable[Unit]) -> None:
         """Release a bucket unless one of the next units needs it, within the reuse distance."""
@@ -350,7 +373,11 @@ class Runtime:
             for bucket, used in self._used.items()
             if not used and bucket not in entered.buckets
         )
-        room = min(self._prefetch_numel - foreseen, self._room())
+        most = self._prefetch_numel
+        if most is None:  # a small unit in use leaves room to begin a large one early
+            most = self._wholes[self.further]
+            most -= 0 if entered is self._root else _transient(entered)
+        room = min(most - foreseen, self._room())
         for unit in schedule.ahead():
             missing = [bucket for bucket in unit.buckets if not bucket.gathered]
             room -= sum(bucket.layout.padded for bucket in missing)
@@ -363,6 +390,8 @@ class Runtime:
         if not bucket.gathered:
             bucket.gather()
             self._used[bucket] = False
+            if self._gauge is not None:
+                self._gauge.gather(bucket.layout.padded)
 
     def use(self, bucket: Bucket, phase: str = "use") -> None:
         """Bring a bucket's weights here and wait for them."""
@@ -399,12 +428,26 @@ class Runtime:
             self._release(bucket)
 
     def end_step(self) -> None:
-        """Forget what belongs to this step."""
+        """Forget what belongs to this step; all ranks call."""
+        self._steps += 1
+        if self._measures:
+            self._measure()
         self.uses.clear()
         self.reducer.end_step()
         self.outdate()
         for unit in self.units:
             unit.runs = 0
+
+    def _measure(self) -> None:
+        """Begin to measure, or do what rank 0 concludes: all ranks must post alike."""
+        if self._steps == MEASURED.start:
+            self._gauge = Gauge(self._world.timeline)
+        elif self._steps == MEASURED.stop and self._gauge is not None:
+            gauge, self._gauge, self._measures = self._gauge, None, False
+            mine = further(gauge.passes, gauge.seconds_per_element, self._wholes)
+            told = self._world.gathers.exchange_objects("prefetch", mine)
+            with self._world.timeline.wait("other ranks", "prefetch"):
+                self.further = told.result()[0]
 
     def outdate(self, frozen: bool = False) -> None:
         """Forget gathered weights, which have changed in the shards (frozen ones, if asked)."""
@@ -431,6 +474,11 @@ class Runtime:
                     if self._world.rank != 0:
                         buffer.copy_(values)
                     start += buffer.numel()
+
+
+def _transient(unit: Unit) -> int:
+    """Return the elements of a unit that come and go."""
+    return sum(bucket.layout.padded for bucket in unit.buckets if not bucket.persistent)
 
 
 Limit = TypeVar("Limit", int, int | None)

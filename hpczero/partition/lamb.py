@@ -207,7 +207,8 @@ def lamb_step(
         updates.append((segment, group, constants, number, stop))
     # 2. The sums over all ranks.
     cargo = Cargo("exchange", "norms of LAMB", 0)
-    records = world.reductions.exchange(cargo, squares.numpy().tobytes()).result()
+    with world.timeline.wait("exchange", "norms"):
+        records = world.reductions.exchange(cargo, squares.numpy().tobytes()).result()
     squares.zero_()
     for record in records:
         squares += torch.frombuffer(bytearray(record), dtype=torch.float64).view(-1, 2)
