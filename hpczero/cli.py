@@ -23,6 +23,16 @@ from hpczero.errors import CheckpointError, ConfigError
 from hpczero.gpt import PRESETS, GPTConfig
 from hpczero.train import CHECKPOINTS, Settings, train
 
+DEVICES = {"device": "none", "host": "cpu", "file": "nvme"}
+"""The tiers, and DeepSpeed's names of them."""
+
+OFFLOADS: dict[str, dict[str, str]] = {
+    "none": dict.fromkeys(("params", "grads", "states"), "device"),
+    "host": {"grads": "host", "states": "host"},
+    "file": dict.fromkeys(("params", "grads", "states"), "file"),
+}
+"""What each --offload keeps where, as far as the stage shards it."""
+
 # What holds without --config; Config() itself is DeepSpeed's bare default, stage 0 in fp32.
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
@@ -141,7 +151,31 @@ def _config(args: argparse.Namespace) -> Config:
     for path, value in flags.items():
         if value is not None:
             config = _with(config, path.split("."), value)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    for path, value in _offload(args, stage).items():
+        config = _with(config, path.split("."), value)
     return Config.load(config)
+
+
+def _offload(args: argparse.Namespace, stage: int) -> dict[str, object]:
+    """Return the keys that the flags of offloading set."""
+    asked = OFFLOADS.get(args.offload, {})
+    params = args.params_on or (asked.get("params") if stage == 3 else None)
+    grads = args.grads_on or (asked.get("grads") if stage >= 2 else None)
+    states = args.states_on or asked.get("states")
+    zero, folder = "zero_optimization", str(args.offload_dir or args.out / "offload")
+    flags: dict[str, object] = {}
+    if params is not None:
+        flags[f"{zero}.offload_param.device"] = DEVICES[params]
+    if states is not None:
+        flags[f"{zero}.offload_optimizer.device"] = DEVICES[states]
+    if grads is not None:
+        flags[f"{zero}.offload_optimizer.gradients"] = DEVICES[grads]
+    if params == "file":
+        flags[f"{zero}.offload_param.nvme_path"] = folder
+    if "file" in (grads, states):
+        flags[f"{zero}.offload_optimizer.nvme_path"] = folder
+    return flags
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
@@ -262,6 +296,16 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run = command.add_argument_group("the run")
     run.add_argument("--stage", type=int, choices=range(4), help="what is partitioned (3)")
+    run.add_argument(
+        "--offload", choices=OFFLOADS,
+        help="keep states (and, from stage 2, gradients) in host memory, or in files, at stage 3 "
+        "parameters too (none)",
+    )  # fmt: skip
+    run.add_argument(
+        "--offload-dir", type=Path, metavar="DIR", help="where files are kept (OUT/offload)"
+    )
+    for what in ("params", "grads", "states"):
+        run.add_argument(f"--{what}-on", choices=DEVICES, help=f"keep only {what} elsewhere")
     run.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16)")
     run.add_argument("--config", type=Path, metavar="JSON", help="a config in DeepSpeed's keys")
     run.add_argument("--batch", type=_at_least(1), help=f"samples per micro-batch, rank ({BATCH})")

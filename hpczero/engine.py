@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hpczero import schedules
+from hpczero import schedules, sizing
 from hpczero.comm import watch
 from hpczero.comm.collectives import Count, tabulate
 from hpczero.comm.wire import Cargo
@@ -81,7 +81,8 @@ class Engine:
         self.module = model
         self.device = _device(model)
         self._memory = self.world.node_memory if self.config.node_memory else None
-        self._offload = Offload(self.config.zero_optimization, self.world)
+        self._ledger = Ledger()
+        self._offload = Offload(self.config.zero_optimization, self.world, self._ledger)
         self.plan = self._offload.plan(self._scope())
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
@@ -103,7 +104,6 @@ class Engine:
         agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
-        self._ledger = Ledger()
         self._receives = self._memory is None or self.world.nodes > 1
         self._ledger.add("buffers", wire_bytes(self.world.size, self._receives))
         self._traffic: dict[tuple[str, str], Count] = {}
@@ -555,6 +555,30 @@ class Engine:
     def io(self) -> dict[str, int]:
         """Return the bytes that this rank has `read` from files and `written` in the last step."""
         return self._moved._asdict()
+
+    def memory_formula(self) -> dict[str, Any]:
+        """Return what `sizing.memory_formula` foretells for this engine, and the same by tier."""
+        formula = sizing.memory_formula(
+            self.bucket_shapes(),
+            self.config.zero_optimization.stage,
+            self.world.size,
+            self.config.accumulation,
+            self.further_units,
+            self._offload.on,
+        )
+        return {**formula, "tier": sizing.by_tier(formula, self._offload.on)}
+
+    @property
+    def memory_on(self) -> dict[str, str]:
+        """Return the tier of params, grads and states: "device", "host" or "file"."""
+        return dict(self._offload.on)
+
+    def io_minimum(self) -> dict[str, int]:
+        """Return what `sizing.io_minimum` foretells for a step with a backward per micro-step."""
+        accumulation = self.config.accumulation
+        backwards = accumulation if self.plan.grads.scope != "none" else 1
+        shapes = self.bucket_shapes()
+        return sizing.io_minimum(shapes, self.world.size, accumulation, backwards, self._offload.on)
 
     def traffic(self) -> dict[str, Any]:
         """Return calls, bytes, multiples of the model and bytes sent in the last step.

@@ -169,7 +169,13 @@ def _finite(value: Any) -> Any:
 
 def summarise(engine: Engine, out: Path, steps: Sequence[Step], pss: PeakPss) -> None:
     """Write summary.json and print the closing table, on rank 0; all ranks call."""
-    mine = {"memory": {key: engine.memory()[key] for key in STATES}, "pss": pss.peak}
+    memory = engine.memory()
+    mine = {
+        "memory": {key: memory[key] for key in STATES},
+        "tier": memory["tier"],
+        "io": engine.io(),
+        "pss": pss.peak,
+    }
     ranks = engine.world.gather_objects(mine)
     if ranks is None:
         return
@@ -178,11 +184,15 @@ def summarise(engine: Engine, out: Path, steps: Sequence[Step], pss: PeakPss) ->
     part = out / "summary.json.part"
     part.write_text(to_json(summary, indent=2) + "\n")
     part.replace(out / "summary.json")
-    _print_tables(summary, _formula(engine, stage=0))
+    plain = sizing.memory_formula(
+        engine.bucket_shapes(), 0, engine.world_size, engine.config.accumulation
+    )
+    _print_tables(summary, plain)
 
 
 def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
     stage = engine.config.zero_optimization.stage
+    formula = engine.memory_formula()
     peaks = [rank["pss"] for rank in ranks]
     traffic = engine.traffic()["by_collective"]
     return {
@@ -194,7 +204,11 @@ def _summary(engine: Engine, steps: Sequence[Step], ranks: list[dict[str, Any]])
         "kernel": engine.kernel,
         "memory": ranks[0]["memory"],
         "memory_by_rank": [rank["memory"] for rank in ranks],
-        "memory_formula": _formula(engine, stage),
+        "memory_formula": {key: formula[key] for key in STATES},
+        "memory_by_tier": ranks[0]["tier"],
+        "memory_formula_by_tier": formula["tier"],
+        "io": ranks[0]["io"],
+        "io_minimum": engine.io_minimum(),
         "further_units": engine.further_units,
         "traffic": {name: traffic[name] for name in COLLECTIVES},
         "peak_pss": max((peak for peak in peaks if peak is not None), default=None),
@@ -256,12 +270,6 @@ def draw(path: Path, steps: Sequence[Step]) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-
-
-def _formula(engine: Engine, stage: int) -> dict[str, int]:
-    accumulation, further = engine.config.accumulation, engine.further_units
-    shapes = engine.bucket_shapes()
-    return sizing.memory_formula(shapes, stage, engine.world_size, accumulation, further)
 
 
 # ---- shown on rank 0; rich loads here, when first used
@@ -364,6 +372,7 @@ def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:
             ("all", *(_megabytes(sum(column.values())) for column in columns.values())),
         ],
     )
+    _print_tiers(summary)
     traffic = summary["traffic"]
     total = sum(row["multiples"] for row in traffic.values())
     show_table(
@@ -389,6 +398,34 @@ def _print_tables(summary: dict[str, Any], plain: dict[str, int]) -> None:
     peak = summary["peak_pss"]
     pss = "" if peak is None else f", peak PSS {_megabytes(peak)} MB per rank"
     print(f"{summary['parameters']:,} parameters, loss {first:.4f} -> {last:.4f}{pss}", flush=True)
+
+
+def _print_tiers(summary: dict[str, Any]) -> None:
+    """Show what rank 0 keeps where, if anything is off the device."""
+    measured, formula = summary["memory_by_tier"], summary["memory_formula_by_tier"]
+    used = [tier for tier in measured if any(measured[tier].values())]
+    if used == ["device"]:
+        return
+    show_table(
+        "States of rank 0 by tier",
+        ["MB", *(text for tier in used for text in (tier, "formula"))],
+        [
+            (
+                state,
+                *(_megabytes(each[tier][state]) for tier in used for each in (measured, formula)),
+            )
+            for state in STATES[:-1]
+        ],
+    )
+    if summary["io_minimum"]["read"] or summary["io_minimum"]["written"]:
+        show_table(
+            "Files of rank 0, a step",
+            ["MB", "measured", "minimum"],
+            [
+                (way, _megabytes(summary["io"][way]), _megabytes(summary["io_minimum"][way]))
+                for way in ("read", "written")
+            ],
+        )
 
 
 def _print_seconds(seconds: dict[str, Any]) -> None:

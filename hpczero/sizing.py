@@ -22,11 +22,23 @@ they take 2/L (fp32: 4/L) of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 WIRE_BLOCK = 65536
 """Elements that a reduction sums at a time, so that the running sum stays in the cache."""
+
+STREAMED = 1 << 20
+"""Elements that an update brings into memory at a time, of each array that is in a file."""
+
+AHEAD = 2
+"""Parts of so many elements that are read while one is updated."""
+
+BEHIND = 2
+"""Parts that are still being written meanwhile."""
+
+BACKLOG = 1 << 26
+"""Bytes of gradients that may wait to be written to a file while more are reduced."""
 
 PREFETCHED = 2
 """Buckets beside the root that are whole at the same time: the one in use and the one foreseen."""
@@ -109,16 +121,97 @@ def wire_piece(world: int) -> int:
 
 
 def memory_formula(
-    shapes: Sequence[BucketShape], stage: int, world: int, accumulation: int = 1, further: int = 0
+    shapes: Sequence[BucketShape],
+    stage: int,
+    world: int,
+    accumulation: int = 1,
+    further: int = 0,
+    on: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Return one rank's bytes under `Engine.memory`'s keys: params, grads, states, buffers.
 
-    `further` is the run's `Engine.further_units`: what measuring has added to the prefetch.
+    `further` is the run's `Engine.further_units`: what measuring has added to the prefetch. `on` is
+    the tier of params, grads and states; what is on its way from and to files is a buffer, too.
     """
+    moving = moving_bytes(shapes, world, accumulation, on or {})
     return {
         **state_bytes(shapes, stage, world, accumulation),
-        "buffers": buffer_bytes(shapes, stage, world, accumulation, further),
+        "buffers": buffer_bytes(shapes, stage, world, accumulation, further) + moving,
     }
+
+
+def moving_bytes(
+    shapes: Sequence[BucketShape], world: int, accumulation: int, on: Mapping[str, str]
+) -> int:
+    """Return the memory, at most, of what is on its way from or to files; padding not counted.
+
+    In an update there are AHEAD + 1 + BEHIND parts. Before it there are the shards of what is being
+    gathered, and those of gradients: one that is reduced, and BACKLOG bytes.
+    """
+    parts, grads = [], []
+    for shape in shapes:
+        each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
+        moves = [nbytes for kind, nbytes in each._asdict().items() if on.get(kind) == "file"]
+        shard = -(-shape.padded // world)
+        parts += [sum(moves) * min(STREAMED, shard - start) for start in range(0, shard, STREAMED)]
+        grads.append(each.grads * shard if on.get("grads") == "file" else 0)
+    width = AHEAD + 1 + BEHIND
+    update = max((sum(parts[at : at + width]) for at in range(len(parts))), default=0)
+    gathered = _root_and_largest(shapes) // world if on.get("params") == "file" else 0
+    return max(update, gathered + min(sum(grads), BACKLOG + max(grads, default=0)))
+
+
+def by_tier(formula: Mapping[str, int], on: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Return the bytes of a formula by tier, and on each by kind; buffers are on the device.
+
+    Args:
+        formula: bytes by kind.
+        on: the tier of params, grads and states.
+    """
+    return {
+        tier: {
+            kind: nbytes if on.get(kind, "device") == tier else 0
+            for kind, nbytes in formula.items()
+        }
+        for tier in ("device", "host", "file")
+    }
+
+
+def io_minimum(
+    shapes: Iterable[BucketShape],
+    world: int,
+    accumulation: int,
+    backwards: int,
+    on: Mapping[str, str],
+) -> dict[str, int]:
+    """Return the bytes that a rank has to read from files and to write in a step, padding apart.
+
+    States come and go once. Gradients go after each backward, and come before the next one and for
+    the update. Parameters come before each forward and each backward, and go after the update.
+
+    Args:
+        shapes: of the buckets.
+        world: the number of ranks.
+        accumulation: micro-steps of a step.
+        backwards: backward passes of a step in which gradients are reduced.
+        on: the tier of params, grads and states.
+    """
+    read = written = 0
+    for shape in shapes:
+        shard = -(-shape.numel // world)
+        each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
+        if on["states"] == "file":
+            read += each.states * shard
+            written += each.states * shard
+        if on["grads"] == "file":
+            read += backwards * each.grads * shard
+            written += backwards * each.grads * shard
+        if on["params"] == "file":
+            read += 2 * backwards * each.params * shard
+            written += each.params * shard * shape.trainable
+            # The update of what is its own master weight reads that too.
+            read += each.params * shard * (shape.trainable and shape.item_bytes >= 4)
+    return {"read": read, "written": written}
 
 
 def traffic_multiples(

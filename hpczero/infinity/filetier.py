@@ -17,7 +17,8 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch
 from hpczero.infinity.hdf5 import name_of, naming, reserve
 from hpczero.infinity.tier import CUT, Array, Moved
 from hpczero.plan import TierName
+from hpczero.sizing import BACKLOG
 
 BLOCK = 4096
 """Bytes that a dataset begins and ends at multiples of: of pages, and of direct I/O."""
@@ -51,6 +53,7 @@ class FileTier:
     Args:
         folder: made if missing; any file system.
         rank: part of the file's name.
+        account: is told bytes of memory that are taken or, negative, given back; by any thread.
         keep: whether the file stays.
 
     Raises:
@@ -59,7 +62,15 @@ class FileTier:
 
     name: TierName = "file"
 
-    def __init__(self, folder: Path, rank: int, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        account: Callable[[int], None] = lambda nbytes: None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        self.account = account
         self.path = folder / f"hpczero-{uuid.uuid4().hex[:12]}-rank{rank:05d}.h5"
         self._keep = keep
         with naming(self.path):
@@ -73,6 +84,7 @@ class FileTier:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hpczero-file")
         self._lock = threading.Lock()
         self._moved = Moved(0, 0)
+        self._settling: deque[tuple[int, Future[None]]] = deque()
         files = [number for number in (self._number, self._direct) if number is not None]
         remove = None if keep else self.path
         self._finalizer = weakref.finalize(self, _close, self._pool, files, remove)
@@ -118,6 +130,25 @@ class FileTier:
     def close(self) -> None:
         """Wait for what is under way, and close the file."""
         self._finalizer()
+
+    def owe(self, nbytes: int, written: Future[None]) -> None:
+        """Take note of what was submitted to be written."""
+        with self._lock:
+            self._settling.append((nbytes, written))
+
+    def wait_for_room(self) -> None:
+        """Wait until no more than BACKLOG bytes wait to be written.
+
+        Only in a thread that doesn't fill arrays itself meanwhile.
+        """
+        while True:
+            with self._lock:
+                while self._settling and self._settling[0][1].done():
+                    self._settling.popleft()
+                if sum(nbytes for nbytes, _ in self._settling) <= BACKLOG:
+                    return
+                _, oldest = self._settling[0]
+            oldest.result()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Let one of the threads do something, first in first out."""
@@ -173,8 +204,14 @@ class FileArray(Array):
         """Bytes that are on their way to the file; who reads them waits."""
         super().__init__(torch.frombuffer(self._place, dtype=dtype, count=numel))
 
+    def take(self, start: int = 0, stop: int | None = None) -> None:
+        """Account the memory of a part that will be filled."""
+        lo, hi = self._bytes(start, stop)
+        self._tier.account(hi - lo)
+
     def read(self, start: int = 0, stop: int | None = None) -> Future[None]:
         """Bring a part from the file."""
+        self.take(start, stop)
         lo, hi = self._bytes(start, stop)
         before = self._under_way(lo, hi)
 
@@ -239,12 +276,26 @@ class FileArray(Array):
             error = filled.exception()
             if error is None:
                 self._tier.submit(work)
+                self._tier.owe(hi - lo, written)
             else:
                 settled.set_exception(error)
                 written.set_exception(error)
 
         filled.add_done_callback(begin)
         return settled
+
+    def filling(self, adds: bool) -> contextlib.AbstractContextManager[object]:
+        """Wait for what is added to, if so, and for room."""
+        return self._filling(self.read() if adds else None)
+
+    @contextlib.contextmanager
+    def _filling(self, reading: Future[None] | None) -> Iterator[None]:
+        self._tier.wait_for_room()
+        if reading is None:
+            self.take()
+        else:
+            reading.result()
+        yield
 
     def _bytes(self, start: int, stop: int | None) -> tuple[int, int]:
         numel = self.tensor.numel()
@@ -263,6 +314,7 @@ class FileArray(Array):
     def _give_back(self, lo: int, hi: int) -> None:
         if lo < hi:
             self._place.madvise(mmap.MADV_DONTNEED, lo, hi - lo)
+            self._tier.account(lo - hi)
 
 
 def _succeeded(future: Future[None]) -> bool:

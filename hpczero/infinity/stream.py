@@ -8,14 +8,9 @@ from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
 from hpczero.infinity.tier import Array
+from hpczero.sizing import AHEAD, BEHIND
 
 T = TypeVar("T")
-
-AHEAD = 2
-"""Chunks that are being read while one is used."""
-
-BEHIND = 2
-"""Chunks that are still being written."""
 
 
 class Use(NamedTuple):
@@ -49,9 +44,7 @@ def stream(chunks: Iterable[Chunk[T]]) -> Iterator[T]:
     writing: deque[list[Future[None]]] = deque()
     while True:
         while len(reading) <= AHEAD and (chunk := next(coming, None)) is not None:
-            reading.append(
-                (chunk, [use.array.read(use.start, use.stop) for use in chunk.uses if use.reads])
-            )
+            reading.append((chunk, _begin(chunk.uses)))
         if not reading:
             break
         chunk, futures = reading.popleft()
@@ -65,6 +58,16 @@ def stream(chunks: Iterable[Chunk[T]]) -> Iterator[T]:
             _wait(writing.popleft())
     for futures in writing:
         _wait(futures)
+
+
+def _begin(uses: Iterable[Use]) -> list[Future[None]]:
+    begun = []
+    for array, start, stop, reads, _ in uses:
+        if reads:
+            begun.append(array.read(start, stop))
+        else:
+            array.take(start, stop)
+    return begun
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:

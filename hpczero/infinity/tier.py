@@ -38,6 +38,9 @@ class Array:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    def take(self, start: int = 0, stop: int | None = None) -> None:
+        """Say that a part will be filled, and then written or dropped: it costs its bytes."""
+
     def read(self, start: int = 0, stop: int | None = None) -> Future[None]:
         """Bring a part into `tensor`; costs its bytes until it is written or dropped."""
         return _DONE
@@ -56,13 +59,20 @@ class Array:
         """
         return filled
 
+    def filling(self, adds: bool) -> contextlib.AbstractContextManager[object]:
+        """Return the block in which everything is filled before it settles, or added to.
+
+        Waits at its beginning for what it adds to, and for room where much waits to be kept.
+        """
+        return contextlib.nullcontext()
+
     def values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return any elements: a view, or a copy of what is elsewhere."""
         return self.tensor[start:stop]
 
-    def coming(self, drops: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Begin to read everything now; the block waits for it, and drops it at its end, if so."""
-        return _arrival(self, self.read(), drops)
+    def coming(self) -> contextlib.AbstractContextManager[object]:
+        """Begin to read everything now; the block waits for it, and drops it at its end."""
+        return _arrival(self, self.read())
 
     @contextlib.contextmanager
     def here(self, changes: bool = False) -> Iterator[torch.Tensor]:
@@ -80,13 +90,12 @@ class Array:
 
 
 @contextlib.contextmanager
-def _arrival(array: Array, reading: Future[None], drops: bool) -> Iterator[None]:
+def _arrival(array: Array, reading: Future[None]) -> Iterator[None]:
     reading.result()
     try:
         yield
     finally:
-        if drops:
-            array.drop()
+        array.drop()
 
 
 class Part(NamedTuple):

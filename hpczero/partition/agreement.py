@@ -13,6 +13,9 @@ from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.errors import Disagreement
 
+OWN = {"nvme_path"}
+"""Settings that each rank has for itself."""
+
 
 def digest(lines: Sequence[str]) -> bytes:
     """Return 16 bytes that differ where the lines do."""
@@ -20,12 +23,15 @@ def digest(lines: Sequence[str]) -> bytes:
 
 
 def settings(tree: Mapping[str, Any], prefix: str = "config ") -> list[str]:
-    """Return a line for each key of nested settings: `config zero_optimization.stage: 3`."""
+    """Return a line for each key of nested settings: `config zero_optimization.stage: 3`.
+
+    Folders of files that a rank has for itself may differ, and are left out.
+    """
     lines: list[str] = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             lines += settings(value, f"{prefix}{key}.")
-        else:
+        elif key not in OWN:
             lines.append(f"{prefix}{key}: {value!r}")
     return lines
 

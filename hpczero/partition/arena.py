@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, wait
 from typing import Any, Literal, get_args
 
@@ -24,11 +25,13 @@ class Ledger:
         self._now = {(tier, kind): 0 for tier in get_args(TierName) for kind in get_args(Kind)}
         self._high = dict(self._now)
         self._last = dict(self._now)
+        self._lock = threading.Lock()
 
     def add(self, kind: Kind, nbytes: int, tier: TierName = "device") -> None:
         """Account bytes taken (or, negative, given back)."""
-        self._now[tier, kind] += nbytes
-        self._high[tier, kind] = max(self._high[tier, kind], self._now[tier, kind])
+        with self._lock:  # threads of tiers account too
+            self._now[tier, kind] += nbytes
+            self._high[tier, kind] = max(self._high[tier, kind], self._now[tier, kind])
 
     def mark(self) -> None:
         """End a step: keep its high-water marks, begin the next one's."""

@@ -127,6 +127,7 @@ class Bucket:
         self.gathered = True
         if self.frees:
             self._stored = self._array("params", "weights", self.own, self.dtype)
+            self._stored.take()
             self._stored.tensor.copy_(self.full[own])
             self._stored.write().result()
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
@@ -154,9 +155,8 @@ class Bucket:
             self._master = self._weights
         else:
             self._master = self._array("states", "master", self.span, master)
-            with self._weights.here():
-                self._master.tensor.copy_(self.weights)
-            self._master.write().result()
+            with self._master.here(changes=True) as values, self._weights.here() as weights:
+                values.copy_(weights)
         self.master = self._master.tensor
         self._states: dict[str, Array] = {}
         grads_lo, grads_hi = self._span(plan.grads)
@@ -388,7 +388,7 @@ class Bucket:
                 self.own_gradient,
                 divisor=self._divisor,
                 add=add,
-                within=self._grads.coming(drops=False) if add else contextlib.nullcontext(),
+                within=self._grads.filling(add),
             )
         if local is not self.grads:
             self._arena.give_back(local, job)
@@ -517,8 +517,8 @@ class Bucket:
                     if values is not None:
                         target[start - lo : stop - lo].copy_(values)
             if self.trainable and self._master is not self._weights:
-                self.weights.copy_(target)
-                self._weights.write().result()
+                with self._weights.here(changes=True) as weights:
+                    weights.copy_(target)
 
     def part(self) -> None:
         """Let changes of gathered weights stay on this rank until `adopt` or `discard`.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from hpczero.comm.world import World
 from hpczero.config import Device, ZeroOptimization
 from hpczero.infinity.tier import Memory, Moved, Tier
-from hpczero.partition.bucket import State, Tiers
+from hpczero.partition.arena import Ledger
+from hpczero.partition.bucket import Tiers
 from hpczero.plan import Plan, Scope, TierName
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ class Offload:
         OSError: a folder for files can't be written; names it.
     """
 
-    def __init__(self, zero: ZeroOptimization, world: World) -> None:
-        self._zero = zero
+    def __init__(self, zero: ZeroOptimization, world: World, ledger: Ledger) -> None:
+        self._zero, self._ledger = zero, ledger
         self._files: dict[str, FileTier] = {}
         self._rank = world.rank
         optimizer, params = zero.offload_optimizer, zero.offload_param
@@ -43,8 +44,18 @@ class Offload:
             from hpczero.infinity.filetier import FileTier  # h5py is slow to import
 
             keep = self._zero.offload_keep_files
-            self._files[path] = FileTier(Path(path), self._rank, keep=keep)
+            ledger = self._ledger  # not self, which has the tier: nobody would be freed
+
+            def account(nbytes: int) -> None:
+                ledger.add("buffers", nbytes)
+
+            self._files[path] = FileTier(Path(path), self._rank, account, keep=keep)
         return self._files[path]
+
+    @property
+    def on(self) -> dict[str, TierName]:
+        """Return where each kind of state is kept."""
+        return {str(kind): tier.name for kind, tier in self.tiers.items()}
 
     def plan(self, params: Scope) -> Plan:
         """Return the plan of the config's stage on these tiers.
@@ -52,7 +63,7 @@ class Offload:
         Args:
             params: over which ranks stage 3 shards the parameters.
         """
-        on: dict[State, TierName] = {kind: tier.name for kind, tier in self.tiers.items()}
+        on = self.on
         return Plan.stage(
             self._zero.stage,
             params,

@@ -29,15 +29,13 @@ from hpczero.partition.segments import (
     cut,
     replace,
 )
+from hpczero.sizing import STREAMED
 
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_; enters once, on the global norm."""
 
 OURS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
 """Optimizers whose update is our own kernel, with the same constants and states."""
-
-STREAMED = 1 << 20
-"""Elements that are brought into memory at a time, of each array that is elsewhere."""
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 

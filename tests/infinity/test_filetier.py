@@ -121,6 +121,25 @@ def test_settle_looks_and_writes_when_filled(tier: FileTier) -> None:
     assert looked == [7000]
 
 
+def test_what_is_filled_waits_for_room_and_never_for_itself(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each array is larger than the backlog: one is written before the next is filled."""
+    monkeypatch.setattr(filetier, "BACKLOG", 1000)
+    arrays = [tier.zeros(f"a{number}", 100_000, torch.float32) for number in range(8)]
+    filled: list[Future[None]] = [Future() for _ in arrays]
+    settled = [a.settle(f, lambda: None) for a, f in zip(arrays, filled, strict=True)]
+    for number, (array, future) in enumerate(zip(arrays, filled, strict=True)):
+        with array.filling(adds=False):
+            assert all(not earlier.tensor.any() for earlier in arrays[:number]), "written"
+            array.tensor.fill_(number + 1)
+        future.set_result(None)
+    for number, (array, future) in enumerate(zip(arrays, settled, strict=True)):
+        future.result()
+        with array.here() as values:
+            assert values.eq(number + 1).all()
+
+
 def test_any_hdf5_tool_reads_the_file(tier: FileTier) -> None:
     expected = {}
     for number in range(200):

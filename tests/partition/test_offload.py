@@ -1,0 +1,350 @@
+"""States on any tier: the bits of an all-device run, through checkpoints, faults and many steps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import pytest
+import torch
+from models import TinyLM, tokens
+from mpi4py import MPI
+from torch import nn
+
+import hpczero
+from hpczero import sizing
+from hpczero.partition import optimizer as optimizers
+
+pytestmark = pytest.mark.mpi
+
+SIZE = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+
+SLOW = pytest.mark.slow
+QUICK = {(4, "bf16"), (1, "fp16")}
+
+TIERS = {
+    "host": {"states": "cpu"},
+    "states in a file": {"states": "nvme", "grads": "none"},
+    "states and gradients in a file": {"states": "nvme"},
+    "gradients in a file": {"states": "none", "grads": "nvme"},
+    "parameters in a file": {"params": "nvme"},
+    "all in a file": {"params": "nvme", "states": "nvme"},
+    "parameters on the host, states in a file": {"params": "cpu", "states": "nvme"},
+}
+
+
+@pytest.fixture
+def shared_tmp(tmp_path: Path) -> Path:
+    """Return a folder that all ranks see."""
+    return Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+
+
+def zero(
+    folder: Path, stage: int, params: str = "none", grads: str | None = None, states: str = "none"
+) -> dict[str, Any]:
+    """Return a config's section."""
+    optimizer = {"device": states, "nvme_path": str(folder)}
+    if grads is not None and stage >= 2:
+        optimizer["gradients"] = grads
+    section: dict[str, Any] = {"stage": stage, "offload_optimizer": optimizer}
+    if stage == 3:
+        section["offload_param"] = {"device": params, "nvme_path": str(folder)}
+    return section
+
+
+class Run(NamedTuple):
+    engine: hpczero.Engine
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, dict[str, Any]]
+
+
+def engine_of(section: dict[str, Any], dtype: str = "fp32", **more: Any) -> hpczero.Engine:
+    torch.manual_seed(0)
+    config = {"zero_optimization": section, "gradient_clipping": 0.5, **more}
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if dtype == "fp16":
+        config[dtype] |= {"initial_scale_power": 17, "hysteresis": 1}
+    return hpczero.Engine(TinyLM(), config)
+
+
+def train(engine: hpczero.Engine, steps: int = 4, backwards: int = 1) -> tuple[list[float], ...]:
+    losses, norms = [], []
+    for _ in range(steps):
+        for _ in range(engine.config.accumulation):
+            for number in range(backwards):
+                loss = engine(tokens(engine.micro_steps * SIZE + RANK + 100 * number))
+                engine.backward(loss)
+                losses.append(loss.item())
+            engine.step()
+        norms.append(engine.grad_norm)
+    return losses, norms
+
+
+def run(section: dict[str, Any], dtype: str = "fp32", backwards: int = 1, **more: Any) -> Run:
+    engine = engine_of(section, dtype, **more)
+    losses, norms = train(engine, backwards=backwards)
+    return Run(engine, losses, norms, engine.full_state_dict(), engine.full_optimizer_state())
+
+
+def assert_same(one: Run, other: Run) -> None:
+    assert one.losses == other.losses
+    assert [repr(norm) for norm in one.norms] == [repr(norm) for norm in other.norms]
+    assert one.weights.keys() == other.weights.keys()
+    for name, values in one.weights.items():
+        assert torch.equal(values, other.weights[name]), name
+    for name, kinds in one.states.items():
+        for kind, value in kinds.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.states[name][kind]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "dtype"),
+    [
+        pytest.param(
+            stage, accumulation, dtype, marks=[] if (accumulation, dtype) in QUICK else SLOW
+        )
+        for stage in (1, 2, 3)
+        for accumulation in (1, 4)
+        for dtype in ("fp32", "bf16", "fp16")  # fp16 overflows at first
+    ],
+)
+def test_every_tier_gives_the_same_bits(
+    tmp_path: Path, stage: int, accumulation: int, dtype: str
+) -> None:
+    more = {"gradient_accumulation_steps": accumulation}
+    expected = run({"stage": stage}, dtype, **more)
+    for name, tiers in TIERS.items():
+        if stage == 3 or "params" not in tiers:
+            found = run(zero(tmp_path, stage, **tiers), dtype, **more)
+            assert_same(found, expected)
+            assert found.engine.skipped_steps == expected.engine.skipped_steps, name
+    assert (expected.engine.skipped_steps > 0) == (dtype == "fp16")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_backwards_per_step(tmp_path: Path, stage: int) -> None:
+    expected = run({"stage": stage}, "bf16", backwards=3)
+    section = zero(tmp_path, stage, params="nvme", states="nvme")
+    assert_same(run(section, "bf16", backwards=3), expected)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Cut inside buckets, and of course not where chunks are cut."""
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+class Wide(nn.Module):
+    """Buckets of many chunks, odd ones, a scalar, an empty and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.blocks = nn.ModuleList(nn.Linear(97, 97, bias=bool(i % 2)) for i in range(4))
+        self.frozen = nn.Parameter(torch.ones(97), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.frozen
+        return (x * self.scale).float().square().mean()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_chunks_cut_neither_groups_nor_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Each rank's shard of a bucket is several chunks, the last one ragged."""
+
+    def trained(section: dict[str, Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Wide()
+        optimizer = kind(groups(model), lr=1e-2, weight_decay=0.1)
+        config = {"zero_optimization": section, "bf16": {"enabled": True}}
+        engine = hpczero.Engine(model, config, optimizer=optimizer)
+        for step in range(3):
+            x = torch.randn(5, 97, generator=torch.Generator().manual_seed(step * SIZE + RANK))
+            engine.backward(engine(x.bfloat16()))
+            engine.step()
+        return engine.full_state_dict()
+
+    expected = trained({"stage": 3})
+    monkeypatch.setattr(optimizers, "STREAMED", 1)  # as few as a chunk can have: 4096
+    found = trained(zero(tmp_path, 3, params="nvme", states="nvme"))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_go_from_tier_to_tier(
+    tmp_path: Path, shared_tmp: Path, asynchronous: bool
+) -> None:
+    file = zero(tmp_path, 3, params="nvme", states="nvme")
+    sections = [file, {"stage": 3}, file, zero(tmp_path, 2, states="cpu")]
+    reference = engine_of({"stage": 3}, "bf16")
+    expected = train(reference, 2 * len(sections))[0]
+    losses: list[float] = []
+    for number, section in enumerate(sections):
+        engine = engine_of(section, "bf16")
+        if number:
+            engine.load_checkpoint(shared_tmp)
+        losses += train(engine, 2)[0]
+        engine.save_checkpoint(shared_tmp, asynchronous=asynchronous)
+        engine.wait_for_checkpoint()
+    assert losses == expected
+
+
+def test_gradients_can_be_looked_at(tmp_path: Path) -> None:
+    found = []
+    for section in ({"stage": 3}, zero(tmp_path, 3, params="nvme", states="nvme")):
+        engine = engine_of(section, "bf16")
+        engine.backward(engine(tokens(RANK)))
+        found.append(engine.full_grads())
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name])
+
+
+def test_weights_can_be_changed(tmp_path: Path) -> None:
+    found = []
+    for section in ({"stage": 3}, zero(tmp_path, 3, params="nvme", states="nvme")):
+        engine = engine_of(section, "bf16")
+        train(engine, 1)
+        weight = engine.module.blocks[1].up.weight
+        with hpczero.GatheredParameters(weight, modifier_rank=SIZE - 1):
+            if RANK == SIZE - 1:
+                with torch.no_grad():
+                    weight[3].mul_(2)
+        train(engine, 1)
+        found.append(engine.full_state_dict())
+    for name, values in found[0].items():
+        assert torch.equal(values, found[1][name]), name
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=SLOW)])
+def test_memory_and_io_are_the_formulas(
+    tmp_path: Path, tiers: dict[str, str], accumulation: int
+) -> None:
+    section = zero(tmp_path, 3, **tiers)
+    engine = engine_of(section, "bf16", gradient_accumulation_steps=accumulation)
+    train(engine, 3)
+    measured, formula = engine.memory(), engine.memory_formula()
+    for tier in ("device", "host", "file"):
+        for kind in ("params", "grads", "states"):
+            found = engine.world.mean(measured["tier"][tier][kind])  # the last ranks have padding
+            told = formula["tier"][tier][kind]
+            assert abs(found - told) <= 16 * 64 * len(engine.bucket_shapes()), (tier, kind)
+    blocks = 4096 * 5 * len(engine.bucket_shapes())  # each array ends within a block
+    assert measured["buffers"] <= formula["buffers"] + blocks
+    least = engine.io_minimum()
+    times = 2 * accumulation + 2  # how often any array comes or goes
+    for way, nbytes in engine.io().items():
+        assert nbytes <= least[way] + times * blocks
+        assert (nbytes >= 0.99 * least[way] > 0) or least[way] == 0
+    files = "nvme" in tiers.values()
+    assert (least["read"] > 0) == files
+
+
+def test_a_rank_reads_and_writes_its_own_part_only(tmp_path: Path) -> None:
+    """Of the model's bytes each rank moves 1/N (ZeRO-Infinity, section 6.1)."""
+    engine = engine_of(zero(tmp_path, 3, params="nvme", states="nvme"), "bf16")
+    shapes, world = engine.bucket_shapes(), engine.world_size
+    one, mine = (sizing.io_minimum(shapes, n, 1, 1, engine.memory_on) for n in (1, world))
+    numel = sum(shape.numel for shape in shapes)
+    assert one == {"read": (2 * 2 + 2 + 12) * numel, "written": (2 + 2 + 12) * numel}
+    for way in one:
+        assert mine[way] == pytest.approx(one[way] / world, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), hpczero.Lamb])
+def test_only_adam_streams(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    model = TinyLM()
+    section = zero(tmp_path, 2, states="nvme")
+    with pytest.raises(ValueError, match="expected Adam or AdamW"):
+        hpczero.Engine(model, {"zero_optimization": section}, optimizer=make(model.parameters()))
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), hpczero.Lamb])
+def test_any_optimizer_keeps_states_on_the_host(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    found = []
+    for section in ({"stage": 2}, zero(tmp_path, 2, states="cpu")):
+        torch.manual_seed(0)
+        model = TinyLM()
+        optimizer = make(model.parameters())
+        engine = hpczero.Engine(model, {"zero_optimization": section}, optimizer=optimizer)
+        found.append((train(engine)[0], engine.memory()))
+    assert found[0][0] == found[1][0]
+    states = found[0][1]["states"]
+    assert (
+        found[0][1]["tier"]["device"]["states"] == found[1][1]["tier"]["host"]["states"] == states
+    )
+
+
+def test_the_file_stays_if_asked_and_is_hdf5(tmp_path: Path) -> None:
+    section = zero(tmp_path, 3, params="nvme", states="nvme") | {"offload_keep_files": True}
+    engine = engine_of(section, "bf16")
+    train(engine)
+    kept = {
+        bucket.name: (bucket.own_weights.values(0, bucket.layout.shard), bucket.own_states)
+        for bucket in engine._runtime.buckets
+    }
+    moments = {name: states["exp_avg"].values(0, 64) for name, (_, states) in kept.items()}
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith(f"-rank{RANK:05d}.h5")
+    with h5py.File(path) as file:
+        for name, (master, _) in kept.items():
+            assert file[name]["master"].attrs["numel"] == master.numel()
+            found = torch.from_numpy(file[name]["master"][: master.numel()])
+            assert torch.equal(found, master)
+            assert torch.equal(torch.from_numpy(file[name]["exp_avg"][:64]), moments[name])
+            rounded = torch.from_numpy(file[name]["weights"][: master.numel()])
+            assert torch.equal(rounded.float(), master.bfloat16().float())
+
+
+def test_nothing_is_left_of_an_engine(tmp_path: Path) -> None:
+    section = zero(tmp_path, 3, params="nvme", states="nvme")
+    train(engine_of(section), 1)
+    gc.collect()
+    threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        train(engine_of(section), 1)
+        gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert threading.active_count() <= threads
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_five_hundred_steps_leak_nothing(tmp_path: Path) -> None:
+    engine = engine_of(
+        zero(tmp_path, 3, params="nvme", states="nvme") | {"offload_keep_files": True}
+    )
+
+    def state() -> tuple[int, int, int]:
+        gc.collect()
+        (path,) = tmp_path.iterdir()
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        return path.stat().st_size, threading.active_count(), descriptors
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    train(engine, 20)
+    before, pages = state(), resident()
+    train(engine, 480)
+    assert state() == before
+    assert (resident() - pages) * 4096 < 8 << 20
