@@ -4,8 +4,8 @@
 
 The bytes are those of the full vector. Contenders take turns, and the slowest rank counts. MPI has
 no bf16: raw mpi4py sums it as anybody would, through float32. Over node memory the time includes
-writing what others look at: a rank's shard of the gathered vector, a copy of what is reduced. A
-copy of the full vector on every rank, without any synchronisation, is what memory allows.
+writing what others look at: a rank's shard of the gathered vector, a copy of what is reduced. The
+same reads and writes by ranks that wait for nobody are what memory allows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed
 from mpi4py import MPI
 
 from benchmarks import machine
+from hpczero.comm.sums import sum_into
 from hpczero.comm.wire import Cargo, buffer
 from hpczero.comm.world import World
 from hpczero.train import share_cores
@@ -29,7 +30,7 @@ from hpczero.train import share_cores
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEGABYTES = [1, 4, 16, 64, 256]
-MPI4PY, GLOO, MEMCPY = "mpi4py", "gloo", "memcpy"
+MPI4PY, GLOO, ALONE = "mpi4py", "gloo", "unsynchronised"
 
 Act = Callable[[], Any]
 Allocator = Callable[[int, torch.dtype], torch.Tensor]
@@ -135,9 +136,22 @@ def gloo(kind: str, v: Vectors, world: World) -> Act:
     return lambda: dist.all_reduce(v.full)
 
 
-def memcpy(kind: str, v: Vectors, world: World) -> Act:
-    target = torch.empty_like(v.full)
-    return lambda: target.copy_(v.full)
+def alone(kind: str, v: Vectors, world: World) -> Act:
+    """Read and write as much as `ours_on_node`, in this process's memory, with nobody."""
+    source, slices = torch.ones_like(v.full), v.full.view(world.size, -1).unbind()
+    others = [piece for piece in slices if piece.data_ptr() != v.own.data_ptr()]
+    sums = world.reductions.staging.sums
+
+    def act() -> None:
+        if kind == "all_gather":
+            v.own.copy_(v.shard)
+            return
+        v.full.copy_(source)
+        sum_into(v.own if kind == "all_reduce" else v.shard, slices, sums)
+        for piece in others if kind == "all_reduce" else ():
+            piece.copy_(v.own)
+
+    return act
 
 
 def meet_over_gloo(world: World) -> None:
@@ -162,7 +176,7 @@ def measure(kind: str, megabytes: int, dtype: str, rounds: int, world: World) ->
         "hpczero, messages": (ours, private),
         MPI4PY: (mpi4py, private),
         GLOO: (gloo, private),
-        MEMCPY: (memcpy, private),
+        ALONE: (alone, private),
     }
     if world.node_memory is not None:
         makers = {"hpczero, node memory": (ours_on_node, on_node(kind, world)), **makers}
@@ -174,7 +188,7 @@ def measure(kind: str, megabytes: int, dtype: str, rounds: int, world: World) ->
         vectors[name].fill(kind, world.rank)
         world.comm.Barrier()  # where memory is shared, all must have filled theirs
         acts[name]()
-        if name != MEMCPY:
+        if name != ALONE:
             vectors[name].check(kind, world.size)
         world.comm.Barrier()
         vectors[name].full.zero_()  # sums of sums would overflow
