@@ -29,6 +29,7 @@ from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.grouping import ROOT, group
 from hpczero.partition.hooks import Runtime, Unit
+from hpczero.partition.initial import Fill, Initial
 from hpczero.partition.offload import Offload
 from hpczero.partition.optimizer import ShardedOptimizer, clip_scale
 from hpczero.partition.precision import Precision
@@ -50,7 +51,9 @@ class Engine:
 
     Created by all ranks of `comm` (default: COMM_WORLD) together with the same model; rank 0's
     weights win. Every method that moves data says which ranks must call it. Memory per rank is
-    `sizing.memory_formula`, traffic per step `sizing.traffic_multiples`.
+    `sizing.memory_formula`, traffic per step `sizing.traffic_multiples`. Parameters on the meta
+    device are made bucket by bucket, so that a model is never whole anywhere: `initialise(name,
+    values)` fills each, in the order of the model, where its values are needed first.
 
     Example:
         engine = hpczero.Engine(model, {"zero_optimization": {"stage": 3}})
@@ -74,6 +77,7 @@ class Engine:
         optimizer: Source | None = None,
         model_parameters: Groups | None = None,
         lr_scheduler: Schedule | None = None,
+        initialise: Fill | None = None,
     ) -> None:
         config = Config.load(config)
         self.world = World.of(comm)
@@ -102,12 +106,14 @@ class Engine:
         self._scaler = self._precision.scaler
         settings = agreement.settings(self.config.model_dump())
         agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
+        initial = Initial(model, initialise)
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
         self._receives = self._memory is None or self.world.nodes > 1
         self._ledger.add("buffers", wire_bytes(self.world.size, self._receives))
         self._traffic: dict[tuple[str, str], Count] = {}
-        self._units = self._build_units()
+        initial.place(model)
+        self._units = self._build_units(initial)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         zero = self.config.zero_optimization
         self._runtime = Runtime(model, self._units, self.world, zero)
@@ -122,7 +128,6 @@ class Engine:
         self._checkpointer: Checkpointer | None = None
         self._save_failed = False
         self.world.traffic.take()  # what building cost belongs to no step
-        self._moved = self._offload.take_moved()
         self._ledger.mark()
         self._ledger.mark()
         watch.here(step=1)
@@ -150,6 +155,7 @@ class Engine:
         """
         scaled = loss / self.config.accumulation if scale_wrt_gas else loss
         watch.here(phase="backward")
+        self.synchronize()  # before gradients that it reads change
         self._runtime.begin_backward(self._reduces)
         with self._span("backward"):
             (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -192,13 +198,7 @@ class Engine:
         with self._span("optimizer"):
             self._optimizer.step(clip / scale)
         # 3. New weights reach whoever keeps a copy.
-        publishing = [bucket.publish() for bucket in self._runtime.buckets if bucket.trainable]
-        if any(bucket.on_node for bucket in self._runtime.buckets):
-            publishing.append(self.world.gathers.meet("new weights"))  # before anybody reads them
-        with self.world.timeline.wait("new weights", "publish"):
-            for future in publishing:
-                if future is not None:
-                    future.result()
+        self._publish()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._end_step()
@@ -451,6 +451,7 @@ class Engine:
                 "that updates"
             )
         self._check_not_held(what)
+        self.synchronize()
 
     def _check_not_held(self, what: str, reason: str = "") -> None:
         held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
@@ -512,6 +513,7 @@ class Engine:
         All ranks call. Tensors have the parameter's shape. Costs one collective per bucket and kind
         of state, and on rank 0 what it returns.
         """
+        self.synchronize()
         return self._optimizer.full_state()
 
     @property
@@ -524,6 +526,7 @@ class Engine:
 
         All ranks call. Costs one collective per bucket, and on rank 0 the float32 model.
         """
+        self.synchronize()
         state: dict[str, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
@@ -553,8 +556,9 @@ class Engine:
         return {**total, "tier": tiers}
 
     def io(self) -> dict[str, int]:
-        """Return the bytes that this rank has `read` from files and `written` in the last step."""
-        return self._moved._asdict()
+        """Return the bytes that this rank has `read` from files and `written` since it began."""
+        self.synchronize()
+        return self._offload.moved._asdict()
 
     def memory_formula(self) -> dict[str, Any]:
         """Return what `sizing.memory_formula` foretells for this engine, and the same by tier."""
@@ -626,7 +630,7 @@ class Engine:
             return schedules.build(scheduler.type, scheduler.params, self.optimizer)
         return given if given is None or hasattr(given, "step") else given(self.optimizer)
 
-    def _build_units(self) -> list[Unit]:
+    def _build_units(self, initial: Initial) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
         self.world.reclaim_node_memory()
         arena = Arena(self._ledger, self._memory, self.world.timeline)
@@ -644,6 +648,7 @@ class Engine:
                 arena,
                 zero,
                 self._offload.tiers,
+                initial,
                 self._memory,
             )
             unit.buckets.append(bucket)
@@ -715,6 +720,33 @@ class Engine:
         flags = [any(column) for column in zip(*(r[_RECORD.size :] for r in records), strict=True)]
         return total**0.5, flags
 
+    def _publish(self) -> None:
+        """Bring new weights to all, or let the next forward wait for each bucket that needs it."""
+        buckets = [bucket for bucket in self._runtime.buckets if bucket.trainable]
+        # Below stage 3 anybody may look at parameters as soon as `step` returns.
+        if self._optimizer.streams and self.plan.params.scope != "none":
+            for bucket in buckets:
+                bucket.announce()
+            return
+        publishing = [bucket.publish() for bucket in buckets]
+        if any(bucket.on_node for bucket in buckets):
+            publishing.append(self.world.gathers.meet("new weights"))  # before anybody reads them
+        with self.world.timeline.wait("new weights", "publish"):
+            for future in publishing:
+                if future is not None:
+                    future.result()
+        self._optimizer.join()
+
+    def synchronize(self) -> None:
+        """Wait until the last step's update is complete; local. Every other method does so itself.
+
+        Only updates of what is kept in files go on after `step`.
+
+        Raises:
+            OSError: a file can't be read or written; names it.
+        """
+        self._optimizer.join()
+
     def _overflowed(self, norm: float) -> bool:
         """Take note of the norm; tell whether this step must be skipped, on all ranks alike.
 
@@ -753,7 +785,6 @@ class Engine:
         self._runtime.end_step()
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
-        self._moved = self._offload.take_moved()
         watch.here(step=self.global_steps + 1, phase="after step")
         if self._save_failed:
             self.wait_for_checkpoint()  # raises, on all ranks at the same step, which is complete
@@ -761,7 +792,7 @@ class Engine:
 
 def _device(model: nn.Module) -> torch.device:
     for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", "meta"):
             raise NotImplementedError(
                 f"expected all parameters on the CPU, found {name!r} on {parameter.device}: this "
                 "version of hpczero trains on CPU ranks; call model.cpu() first"

@@ -6,6 +6,7 @@ Pre-norm blocks, causal attention, learned positions, one matrix for embedding a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,19 +54,23 @@ class GPT(nn.Module):
 
     Args:
         config: the shape.
-        seed: of the initial weights, drawn from a generator of their own.
+        seed: of the initial weights, drawn from a generator of their own; on the meta device there
+            are none: hpczero.Engine makes them, bucket by bucket, with `initialiser`.
     """
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocabulary, config.hidden)
-        self.position = nn.Embedding(config.seq, config.hidden)
+        self.embed = _embedding(config.vocabulary, config.hidden)
+        self.position = _embedding(config.seq, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, bias=config.bias)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         self.head.weight = self.embed.weight
-        self._initialise(torch.Generator().manual_seed(seed))
+        if not self.embed.weight.is_meta:
+            fill = self.initialiser(seed)
+            for name, parameter in self.named_parameters():
+                fill(name, parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of `targets` after `tokens`, both [batch, seq]."""
@@ -76,16 +81,26 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)  # norms; all biases
+    def initialiser(self, seed: int) -> Callable[[str, Tensor], None]:
+        """Return what fills parameters in the order of the model, as the same seed does here."""
+        generator = torch.Generator().manual_seed(seed)
+
+        @torch.no_grad()
+        def fill(name: str, values: Tensor) -> None:
+            if values.ndim == 1:
+                values.fill_(1.0 if name.endswith("weight") else 0.0)  # norms; all biases
             else:
                 # Two branches per block add to the residual stream: so its variance stays near one.
                 branch = name.endswith("out.weight")
                 std = 0.02 / math.sqrt(2 * self.config.layers) if branch else 0.02
-                parameter.normal_(0.0, std, generator=generator)
+                values.normal_(0.0, std, generator=generator)
+
+        return fill
+
+
+def _embedding(rows: int, hidden: int) -> nn.Embedding:
+    # Not its own constructor: drawing normal numbers on the meta device imports 800 modules.
+    return nn.Embedding.from_pretrained(torch.empty(rows, hidden), freeze=False)
 
 
 class Block(nn.Module):

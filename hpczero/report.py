@@ -167,13 +167,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def summarise(engine: Engine, out: Path, steps: Sequence[Step], pss: PeakPss) -> None:
-    """Write summary.json and print the closing table, on rank 0; all ranks call."""
+def summarise(engine: Engine, out: Path, steps: Sequence[Step], pss: PeakPss, new: int) -> None:
+    """Write summary.json and print the closing table, on rank 0; all ranks call.
+
+    Args:
+        engine: that trained.
+        out: the folder of the run.
+        steps: of the whole run.
+        pss: of this rank.
+        new: how many of the steps this engine did.
+    """
     memory = engine.memory()
     mine = {
         "memory": {key: memory[key] for key in STATES},
         "tier": memory["tier"],
-        "io": engine.io(),
+        "io": {way: nbytes / new for way, nbytes in engine.io().items()},
         "pss": pss.peak,
     }
     ranks = engine.world.gather_objects(mine)

@@ -70,8 +70,9 @@ def train(settings: Settings, world: World) -> None:
     assert batch is not None
     tokens = data.load(settings.data, world, settings.vocabulary)
     batches = data.Batches(tokens, seq=settings.model.seq, batch=batch, seed=settings.seed)
-    model = GPT(replace(settings.model, vocabulary=tokens.vocabulary), settings.seed)
-    engine = Engine(model, settings.config)
+    with torch.device("meta"):  # the weights of all blocks are never in one memory
+        model = GPT(replace(settings.model, vocabulary=tokens.vocabulary))
+    engine = Engine(model, settings.config, initialise=model.initialiser(settings.seed))
     start_step = _resume(engine, settings)
     step_tokens = batch * settings.model.seq * accumulation * world.size
 
@@ -121,7 +122,7 @@ def train(settings: Settings, world: World) -> None:
     engine.wait_for_checkpoint()
     if settings.trace:
         world.write_timeline(settings.out / "trace.json")
-    summarise(engine, settings.out, journal.history, pss)
+    summarise(engine, settings.out, journal.history, pss, settings.steps - start_step)
     if world.rank == 0:
         draw(settings.out / "loss.png", journal.history)
 

@@ -292,9 +292,9 @@ class Courier:
         signature = Signature("gather objects", name, 0, "")
         return self._submit(signature, lambda _: self.comm.gather(value))
 
-    def meet(self, name: str) -> Future[None]:
+    def meet(self, name: str, within: Within = _ANYWHERE) -> Future[None]:
         """Find all ranks at the same place in the queue, or name what each wants instead."""
-        return self._submit(Signature("meeting", name, 0, ""), lambda _: None)
+        return self._submit(Signature("meeting", name, 0, ""), lambda _: None, within=within)
 
     # Life #
 

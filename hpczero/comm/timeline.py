@@ -32,7 +32,14 @@ class Span(NamedTuple):
 
 
 Wait = Literal[
-    "gathers", "reductions", "new weights", "other ranks", "exchange", "buffers", "metrics"
+    "gathers",
+    "reductions",
+    "new weights",
+    "update",
+    "other ranks",
+    "exchange",
+    "buffers",
+    "metrics",
 ]
 """What the program waits for."""
 

@@ -121,11 +121,10 @@ class FileTier:
         if not self._keep:
             self.path.unlink(missing_ok=True)
 
-    def take_moved(self) -> Moved:
-        """Return the bytes that were moved since the last call."""
-        with self._lock:
-            moved, self._moved = self._moved, Moved(0, 0)
-        return moved
+    @property
+    def moved(self) -> Moved:
+        """Return the bytes that were moved since the file was made."""
+        return self._moved
 
     def close(self) -> None:
         """Wait for what is under way, and close the file."""
@@ -202,6 +201,7 @@ class FileArray(Array):
         self._item = dtype.itemsize
         self._writing: list[tuple[int, int, Future[None]]] = []
         """Bytes that are on their way to the file; who reads them waits."""
+        self._lock = threading.Lock()  # an update goes on in another thread than a forward
         super().__init__(torch.frombuffer(self._place, dtype=dtype, count=numel))
 
     def take(self, start: int = 0, stop: int | None = None) -> None:
@@ -234,8 +234,9 @@ class FileArray(Array):
             self._give_back(lo, hi)
 
         future = self._tier.submit(work)
-        self._writing = [entry for entry in self._writing if not _succeeded(entry[2])]
-        self._writing.append((lo, hi, future))
+        with self._lock:
+            self._writing = [entry for entry in self._writing if not _succeeded(entry[2])]
+            self._writing.append((lo, hi, future))
         return future
 
     def drop(self, start: int = 0, stop: int | None = None) -> None:
@@ -257,7 +258,8 @@ class FileArray(Array):
         settled: Future[None] = Future()
         written: Future[None] = Future()
         lo, hi = self._bytes(0, None)
-        self._writing.append((lo, hi, written))
+        with self._lock:
+            self._writing.append((lo, hi, written))
 
         def work() -> None:
             try:
@@ -306,7 +308,8 @@ class FileArray(Array):
         return lo, hi
 
     def _under_way(self, lo: int, hi: int) -> list[Future[None]]:
-        return [future for a, b, future in self._writing if a < hi and lo < b]
+        with self._lock:
+            return [future for a, b, future in self._writing if a < hi and lo < b]
 
     def _move(self, lo: int, hi: int, *, out: bool) -> None:
         self._tier.move(self._memory[lo:hi], self._offset + lo, self._name, out=out)

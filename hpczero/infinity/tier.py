@@ -70,9 +70,9 @@ class Array:
         """Return any elements: a view, or a copy of what is elsewhere."""
         return self.tensor[start:stop]
 
-    def coming(self) -> contextlib.AbstractContextManager[object]:
-        """Begin to read everything now; the block waits for it, and drops it at its end."""
-        return _arrival(self, self.read())
+    def coming(self, after: Future[None] = _DONE) -> contextlib.AbstractContextManager[object]:
+        """Begin to read everything once `after` is done; the block waits for it, and drops it."""
+        return _arrival(self, _then(after, self.read))
 
     @contextlib.contextmanager
     def here(self, changes: bool = False) -> Iterator[torch.Tensor]:
@@ -87,6 +87,37 @@ class Array:
             self.write().result()
         else:
             self.drop()
+
+
+@contextlib.contextmanager
+def until(done: Future[None]) -> Iterator[None]:
+    """Wait for something at the beginning of a block."""
+    done.result()
+    yield
+
+
+def _then(first: Future[None], begin: Callable[[], Future[None]]) -> Future[None]:
+    """Return a future of what is begun as soon as `first` is done."""
+    if first.done():
+        first.result()
+        return begin()
+    chained: Future[None] = Future()
+
+    def end(second: Future[None]) -> None:
+        error = second.exception()
+        if error is None:
+            chained.set_result(None)
+        else:
+            chained.set_exception(error)
+
+    def go_on(first: Future[None]) -> None:
+        if first.exception() is None:
+            begin().add_done_callback(end)
+        else:
+            end(first)
+
+    first.add_done_callback(go_on)
+    return chained
 
 
 @contextlib.contextmanager

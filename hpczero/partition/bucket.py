@@ -16,9 +16,10 @@ from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
 from hpczero.gpu.reference import sum_of_squares
 from hpczero.infinity.stream import Use
-from hpczero.infinity.tier import Array, Part, Tier
+from hpczero.infinity.tier import Array, Part, Tier, done, until
 from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.grouping import Group
+from hpczero.partition.initial import Initial
 from hpczero.partition.layout import Layout
 from hpczero.partition.precision import Precision
 from hpczero.partition.tensor import ReleasedParameter
@@ -50,6 +51,7 @@ class Bucket:
         arena: Arena,
         zero: ZeroOptimization,
         tiers: Tiers,
+        initial: Initial,
         memory: NodeMemory | None = None,
     ) -> None:
         self.name = group.name
@@ -82,6 +84,10 @@ class Bucket:
         self.persistent = False
         """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
+        self._news: Future[None] | None = None
+        """Done when all ranks that share the weights have updated them."""
+        self.updated = done()
+        """Done when this rank has updated what it owns."""
         self._here = True
         """Whether the weights can be read: gathered, and waited for."""
         self._allocated = True
@@ -89,7 +95,7 @@ class Bucket:
         self._gathers = 1
         """How often all ranks have had the full run: a number that they agree on."""
         self._classes = [type(parameter) for parameter in self.params]
-        self._build(plan)
+        self._build(plan, initial)
         if self.trainable:
             self._build_trainable(plan, precision)
 
@@ -100,7 +106,7 @@ class Bucket:
 
     # Build #
 
-    def _build(self, plan: Plan) -> None:
+    def _build(self, plan: Plan, initial: Initial) -> None:
         layout = self.layout
         if self._memory is None:
             self.full = torch.zeros(layout.padded, dtype=self.dtype)
@@ -115,7 +121,8 @@ class Bucket:
         whole = self.full if mine or alone else torch.zeros_like(self.full)
         if mine:
             for slot, parameter in zip(layout.slots, self.params, strict=True):
-                whole[slot.start : slot.stop].copy_(parameter.data.reshape(-1))
+                values = initial.values(slot.name, parameter)
+                whole[slot.start : slot.stop].copy_(values.reshape(-1))
         if not alone:
             self._world.gathers.broadcast(self._cargo("parameters", self.dtype), whole).result()
         if self._shared is not None:
@@ -241,11 +248,15 @@ class Bucket:
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         self._gathers += 1
         self._ready = self._world.gathers.all_gather(
-            cargo, self.full, self.shard, within=self._stored.coming()
+            cargo, self.full, self.shard, within=self._stored.coming(self.updated)
         )
 
     def wait(self) -> None:
         """Wait until the gathered weights can be read."""
+        if self._news is not None:
+            with self._world.timeline.wait("new weights", self.name):
+                self._news.result()
+            self._news = None
         if self._here:
             return
         if self._ready is not None:
@@ -457,11 +468,19 @@ class Bucket:
         self._ledger.add("states", nbytes, self._tiers["states"].name)
 
     def publish(self) -> Future[None] | None:
-        """Give the updated shard to all ranks, or nodes, that have a copy."""
+        """Give the shard, once it is updated, to all ranks, or nodes, that have a copy."""
         if not self._publishes:
             return None
         cargo = self._cargo("parameters", self.dtype)
-        return self._world.gathers.all_gather(cargo, self.full, self.shard)
+        within = until(self.updated)
+        return self._world.gathers.all_gather(cargo, self.full, self.shard, within=within)
+
+    def announce(self) -> None:
+        """Let the next use wait for the update, which goes on; all ranks call."""
+        self._news = self.publish()
+        if self._news is None and self.on_node:
+            meeting = f"new weights of {self.name!r}"
+            self._news = self._world.gathers.meet(meeting, within=until(self.updated))
 
     @property
     def own_weights(self) -> Part:

@@ -76,8 +76,14 @@ class Offload:
         """Say that nothing more will be kept: files lose their names, unless they are to stay."""
         for file in self._files.values():
             file.seal()
+        self._before = self._all_moved()
 
-    def take_moved(self) -> Moved:
-        """Return the bytes that went from and to files since the last call."""
-        moved = [file.take_moved() for file in self._files.values()]
+    @property
+    def moved(self) -> Moved:
+        """Return the bytes that went from and to files since all was there."""
+        now, before = self._all_moved(), self._before
+        return Moved(now.read - before.read, now.written - before.written)
+
+    def _all_moved(self) -> Moved:
+        moved = [file.moved for file in self._files.values()]
         return Moved(sum(each.read for each in moved), sum(each.written for each in moved))

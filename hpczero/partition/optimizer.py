@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hpczero.comm.world import World
 from hpczero.gpu.adam import adam_, kernel_name
 from hpczero.gpu.reference import TILE, AdamStep
 from hpczero.infinity.stream import Chunk, stream
-from hpczero.infinity.tier import CUT, Part
+from hpczero.infinity.tier import CUT, Part, done
 from hpczero.partition import states
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.lamb import Lamb, lamb_step
@@ -114,6 +115,8 @@ class ShardedOptimizer:
                     "exp_avg_sq": segment.of(segment.bucket.state("exp_avg_sq")),
                 }
         self._refuse_unless_streamed()
+        self._thread: ThreadPoolExecutor | None = None
+        self._update: Future[None] = done()
 
     def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
         """Cut segments as the kind of optimizer needs it; our Adam needs nothing."""
@@ -155,10 +158,25 @@ class ShardedOptimizer:
                 return index, found
         return None
 
+    @property
+    def streams(self) -> bool:
+        """Tell whether an update goes on after `step`: some of what it needs is elsewhere."""
+        return not all(bucket.resident for bucket in self._buckets)
+
+    def join(self) -> None:
+        """Wait until the last update is complete.
+
+        Raises:
+            OSError: a file can't be read or written.
+        """
+        with self._world.timeline.wait("update", "update"):
+            self._update.result()
+
     def step(self, scale: float) -> None:
         """Update all owned weights with the reduced gradients times `scale`.
 
-        All ranks call: LAMB costs an exchange, other optimizers no communication.
+        All ranks call: LAMB costs an exchange, other optimizers no communication. Where it
+        `streams`, it goes on in a thread; each bucket says when it is `updated`.
         """
         self.steps += 1
         if self._ours:
@@ -275,7 +293,35 @@ class ShardedOptimizer:
                 scale=scale,
             )
             inside.setdefault(id(segment.bucket), []).append((segment, constants))
+        if not self.streams:
+            self._walk(inside, tile_size)
+            return
+        for bucket in self._buckets:
+            bucket.updated = Future()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-update")
+        self._update = self._thread.submit(self._go_on, inside, tile_size)
+
+    def _go_on(self, inside: Mapping[int, list[tuple[Segment, AdamStep]]], tile_size: int) -> None:
+        """Update everything, and end the waiting for all buckets whatever happens."""
+        try:
+            self._walk(inside, tile_size)
+        except BaseException as error:
+            for bucket in self._buckets:
+                if not bucket.updated.done():
+                    bucket.updated.set_exception(error)
+            raise
+        for bucket in self._buckets:
+            if not bucket.updated.done():
+                bucket.updated.set_result(None)
+
+    def _walk(self, inside: Mapping[int, list[tuple[Segment, AdamStep]]], tile_size: int) -> None:
+        """Update chunk after chunk, in the order in which the next forward needs them."""
+        last: Bucket | None = None
         for bucket, lo, hi in stream(self._chunks()):
+            if last is not None and last is not bucket and not last.updated.done():
+                last.updated.set_result(None)  # what it has to write is on its way
+            last = bucket
             moments = bucket.state("exp_avg"), bucket.state("exp_avg_sq")
             for segment, constants in inside.get(id(bucket), ()):
                 place = slice(max(segment.start, lo), min(segment.stop, hi))

@@ -241,6 +241,7 @@ def test_memory_and_io_are_the_formulas(
     section = zero(tmp_path, 3, **tiers)
     engine = engine_of(section, "bf16", gradient_accumulation_steps=accumulation)
     train(engine, 3)
+    engine.synchronize()
     measured, formula = engine.memory(), engine.memory_formula()
     for tier in ("device", "host", "file"):
         for kind in ("params", "grads", "states"):
@@ -252,8 +253,8 @@ def test_memory_and_io_are_the_formulas(
     least = engine.io_minimum()
     times = 2 * accumulation + 2  # how often any array comes or goes
     for way, nbytes in engine.io().items():
-        assert nbytes <= least[way] + times * blocks
-        assert (nbytes >= 0.99 * least[way] > 0) or least[way] == 0
+        assert nbytes <= 3 * (least[way] + times * blocks)
+        assert nbytes >= 3 * 0.99 * least[way]
     files = "nvme" in tiers.values()
     assert (least["read"] > 0) == files
 
