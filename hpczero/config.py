@@ -73,6 +73,15 @@ class OffloadParam(Section):
     """The folder for "nvme": of any file system."""
 
 
+class DelayedUpdate(Section):
+    """Update during the next forward and backward (ZeRO-Offload, section 5.2)."""
+
+    path: ClassVar = "zero_optimization.offload_optimizer.delayed_update"
+    enabled: bool = False
+    start_step: Positive = 40
+    """The first step whose update is delayed: the first ones change too much."""
+
+
 class OffloadOptimizer(Section):
     """Say where masters, moments and sharded gradients are kept."""
 
@@ -84,6 +93,8 @@ class OffloadOptimizer(Section):
     """The part of the states that is kept there: all, so far."""
     gradients: Device | None = None
     """Where stages 2 and 3 keep reduced gradients; None: as the states. Not DeepSpeed's."""
+    delayed_update: DelayedUpdate = DelayedUpdate()
+    """Not DeepSpeed's."""
 
 
 class ZeroOptimization(Section):
@@ -282,6 +293,11 @@ class Config(Section):
             problems.append(
                 "offload_optimizer.gradients: they are sharded from stage 2 on; found stage "
                 f"{zero.stage}"
+            )
+        if optimizer.delayed_update.enabled and optimizer.device == "none":
+            problems.append(
+                "offload_optimizer.delayed_update: the host updates meanwhile: expected device "
+                "'cpu' or 'nvme', found 'none'"
             )
         if optimizer.device != "none" and optimizer.ratio != 1:
             problems.append(

@@ -155,7 +155,8 @@ class Engine:
         """
         scaled = loss / self.config.accumulation if scale_wrt_gas else loss
         watch.here(phase="backward")
-        self.synchronize()  # before gradients that it reads change
+        if not self._optimizer.staged:
+            self.synchronize()  # before gradients that it reads change
         self._runtime.begin_backward(self._reduces)
         with self._span("backward"):
             (scaled * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -191,14 +192,19 @@ class Engine:
         # 2. The update of what this rank owns, unless a gradient isn't finite anywhere.
         scale = self.loss_scale
         self.grad_norm = norm / scale
-        if self._overflowed(norm):
+        overflowed = self._overflowed(norm)
+        self._finish_delayed()
+        if overflowed:
             self._end_step()
             return
         clip = clip_scale(self.grad_norm, self.config.gradient_clipping)
         with self._span("optimizer"):
             self._optimizer.step(clip / scale)
-        # 3. New weights reach whoever keeps a copy.
-        self._publish()
+        # 3. New weights reach whoever keeps a copy, unless they are delayed.
+        if not self._optimizer.staged:
+            self._publish()
+        elif not self._delays:
+            self._finish_delayed()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._end_step()
@@ -452,6 +458,8 @@ class Engine:
             )
         self._check_not_held(what)
         self.synchronize()
+        self.world.gathers.meet(f"{what} after an update").result()  # nobody uses weights now
+        self._finish_delayed()
 
     def _check_not_held(self, what: str, reason: str = "") -> None:
         held = [bucket.name for bucket in self._runtime.buckets if bucket.held]
@@ -569,6 +577,7 @@ class Engine:
             self.config.accumulation,
             self.further_units,
             self._offload.on,
+            self._optimizer.staged,
         )
         return {**formula, "tier": sizing.by_tier(formula, self._offload.on)}
 
@@ -719,6 +728,21 @@ class Engine:
             total += norm_squared
         flags = [any(column) for column in zip(*(r[_RECORD.size :] for r in records), strict=True)]
         return total**0.5, flags
+
+    @property
+    def _delays(self) -> bool:
+        """Tell whether the update of the step under way ends only with the next step."""
+        delayed = self.config.zero_optimization.offload_optimizer.delayed_update
+        return delayed.enabled and self.global_steps + 1 >= delayed.start_step
+
+    def _finish_delayed(self) -> None:
+        """Wait for a delayed update, and bring its weights to all; nobody uses weights now."""
+        pending = [bucket for bucket in self._runtime.buckets if bucket.pending]
+        if pending:
+            self.synchronize()
+            for bucket in pending:
+                bucket.take_over()
+            self._publish()
 
     def _publish(self) -> None:
         """Bring new weights to all, or let the next forward wait for each bucket that needs it."""

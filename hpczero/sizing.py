@@ -127,13 +127,21 @@ def memory_formula(
     accumulation: int = 1,
     further: int = 0,
     on: Mapping[str, str] | None = None,
+    delayed: bool = False,
 ) -> dict[str, int]:
     """Return one rank's bytes under `Engine.memory`'s keys: params, grads, states, buffers.
 
     `further` is the run's `Engine.further_units`: what measuring has added to the prefetch. `on` is
-    the tier of params, grads and states; what is on its way from and to files is a buffer, too.
+    the tier of params, grads and states; what is on its way from and to files is a buffer, too. So
+    are the new weights and the second gradient of delayed updates.
     """
     moving = moving_bytes(shapes, world, accumulation, on or {})
+    if delayed:
+        for shape in shapes:
+            if shape.trainable:
+                each = per_element(shape.item_bytes, True, accumulation, shape.grad_bytes)
+                shard = -(-shape.padded // world)
+                moving += each.params * shard + each.grads * (shape.padded if stage < 2 else shard)
     return {
         **state_bytes(shapes, stage, world, accumulation),
         "buffers": buffer_bytes(shapes, stage, world, accumulation, further) + moving,

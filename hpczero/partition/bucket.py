@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,36 @@ from hpczero.partition.layout import Layout
 from hpczero.partition.precision import Precision
 from hpczero.partition.tensor import ReleasedParameter
 from hpczero.plan import Home, Plan
+
+
+class Task(NamedTuple):
+    """Hold what one update of a bucket works on, while the bucket goes on with the next step."""
+
+    bucket: Bucket
+    grads: Array
+    offset: int
+    """Of the updated interval in `grads`."""
+    master: Array
+    states: Mapping[str, Array]
+    target: Array
+    """Of the new weights, in the compute dtype."""
+
+    def gradient(self, place: slice) -> torch.Tensor:
+        """Return a part of the reduced gradient of the updated interval."""
+        return self.grads.tensor[self.offset + place.start : self.offset + place.stop]
+
+    def uses(self, start: int, stop: int) -> list[Use]:
+        """Return what the update of an interval of `master` reads and writes."""
+        at = self.offset
+        found = [
+            Use(self.grads, at + start, at + stop, reads=True, writes=False),
+            Use(self.master, start, stop, reads=True, writes=True),
+            *(Use(array, start, stop, True, True) for array in self.states.values()),
+        ]
+        if self.target is not self.master:
+            found.append(Use(self.target, start, stop, reads=False, writes=True))
+        return found
+
 
 State = Literal["params", "grads", "states"]
 
@@ -77,6 +107,10 @@ class Bucket:
         self.gatherers = 1 if self._shared is None else world.local_size
         """How many ranks share what is gathered."""
         self._publishes = plan.states.scope == "world" and (spreads or not self._sharded)
+        self._staged: Array | None = None
+        """Where new weights wait for the end of the next step, if updates are delayed."""
+        self.pending = False
+        """Whether there are such."""
         self.held = 0
         """How many GatheredParameters forbid the release."""
         self._befores: list[torch.Tensor] = []
@@ -170,19 +204,13 @@ class Bucket:
         self._grads_lo = grads_lo
         self._accumulates = plan.grads.scope == "none"
         """Whether local gradients add up in `grads`, which the others then look at."""
-        self._grads = self._array(
-            "grads",
-            "gradients",
-            (grads_lo, grads_hi),
-            precision.grads(self.dtype),
-            self._memory if self._accumulates else None,
-        )
-        self.grads = self._grads.tensor
-        self.gradient = self.grads[lo - grads_lo : hi - grads_lo]
-        """The reduced gradient of the updated interval."""
-        own_lo, own_hi = self.own
-        self.own_gradient = self.grads[own_lo - grads_lo : own_hi - grads_lo]
-        """The reduced gradient of this rank's shard."""
+        grads_dtype = precision.grads(self.dtype)
+        seen = self._memory if self._accumulates else None
+        span = (grads_lo, grads_hi)
+        self._grads = self._array("grads", "gradients", span, grads_dtype, seen)
+        self._look_at_gradients()
+        if self._zero.offload_optimizer.delayed_update.enabled:
+            self._build_staging(grads_dtype)
         self._everywhere = plan.states.scope == "none"
         self._local_dtype = self.grads.dtype if self._accumulates else self.dtype
         self._local: torch.Tensor | None = None
@@ -196,6 +224,29 @@ class Bucket:
         self._squares: float | None = None
         """Of this rank's shard of the reduced gradient, where it was there only for a while."""
 
+    def _look_at_gradients(self) -> None:
+        (lo, hi), (own_lo, own_hi), start = self.span, self.own, self._grads_lo
+        self.grads = self._grads.tensor
+        self.gradient = self.grads[lo - start : hi - start]
+        """The reduced gradient of the updated interval."""
+        self.own_gradient = self.grads[own_lo - start : own_hi - start]
+        """The reduced gradient of this rank's shard."""
+
+    def _build_staging(self, grads_dtype: torch.dtype) -> None:
+        """Make room for new weights beside those in use, and for the next step's gradient."""
+        if self._master is self._weights:
+            self._master = self._array("states", "master", self.span, self.dtype, extra=True)
+            with self._master.here(changes=True) as values, self._weights.here() as weights:
+                values.copy_(weights)
+            self.master = self._master.tensor
+            self._staged = self._master
+        else:
+            kind: State = "params" if self._sharded else "states"
+            self._staged = self._array(kind, "staged", self.span, self.dtype, extra=True)
+        seen = self._memory if self._accumulates else None
+        span = (self._grads_lo, self._grads_lo + self.grads.numel())
+        self._spare = self._array("grads", "spare", span, grads_dtype, seen, extra=True)
+
     def _array(
         self,
         kind: State,
@@ -203,10 +254,12 @@ class Bucket:
         span: tuple[int, int],
         dtype: torch.dtype,
         memory: NodeMemory | None = None,
+        extra: bool = False,
     ) -> Array:
-        """Return zeros that count under `kind`; in `memory` other ranks of the node see them."""
+        """Return zeros that count under `kind`, or are `extra`; in `memory` the node sees them."""
         start, stop = span
         used, tier = self.layout.used(start, stop), self._tiers[kind]
+        used = 0 if extra else used
         self._ledger.add(kind, used * dtype.itemsize, tier.name)
         self._ledger.add("buffers", (stop - start - used) * dtype.itemsize, tier.name)
         if memory is None:
@@ -449,19 +502,38 @@ class Bucket:
     @property
     def resident(self) -> bool:
         """Tell whether all that an update needs is always in memory."""
-        return all(use.array.resident for use in self.uses(0, 0))
+        return all(use.array.resident for use in self.task().uses(0, 0))
 
-    def uses(self, start: int, stop: int) -> list[Use]:
-        """Return what the update of an interval of `master` reads and writes."""
+    @property
+    def staged(self) -> bool:
+        """Tell whether updates leave the weights alone until `take_over`."""
+        return self._staged is not None
+
+    def task(self) -> Task:
+        """Return what an update of the gradient that there is now works on."""
         offset = self.span[0] - self._grads_lo
-        found = [
-            Use(self._grads, offset + start, offset + stop, reads=True, writes=False),
-            Use(self._master, start, stop, reads=True, writes=True),
-            *(Use(array, start, stop, True, True) for array in self._states.values()),
-        ]
-        if self._weights is not self._master:
-            found.append(Use(self._weights, start, stop, reads=False, writes=True))
-        return found
+        states = dict(self._states)
+        target = self._weights if self._staged is None else self._staged
+        return Task(self, self._grads, offset, self._master, states, target)
+
+    def flip(self) -> None:
+        """Leave the gradient to the update that goes on; the next one is reduced beside it."""
+        self.pending = True
+        self._grads, self._spare = self._spare, self._grads
+        self._look_at_gradients()
+
+    def take_over(self) -> None:
+        """Make the staged weights those in use, which nobody uses now; `publish` them then."""
+        if not self.pending or self._staged is None:
+            return
+        self.pending = False
+        if self._staged is self._master or not self.frees:
+            with self._staged.here() as new, self._weights.here(changes=True) as weights:
+                weights.copy_(new)
+        else:
+            self._staged, self._stored = self._stored, self._staged
+            self._weights, self.shard = self._stored, self._stored.tensor
+            self.weights = self.shard
 
     def account_states(self, nbytes: int) -> None:
         """Account states that an optimizer has made for itself."""
@@ -577,7 +649,7 @@ class Bucket:
         for earlier in self._befores:
             earlier[changed] = after[changed]
         lo, hi = self.span if self.trainable else self.own
-        if self.trainable and self.master.dtype != self.dtype:
+        if self.trainable and self._master is not self._weights:
             mine = changed[lo:hi]
             with self._master.here(changes=True) as master:
                 master[mine] = after[lo:hi][mine].to(master.dtype)

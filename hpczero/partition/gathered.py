@@ -46,7 +46,17 @@ class GatheredParameters:
                 self._runtimes[id(member.bucket)] = (member.bucket, member.runtime)
 
     def __enter__(self) -> None:
-        """Gather."""
+        """Gather.
+
+        Raises:
+            RuntimeError: an update is delayed: new weights would undo what is changed here.
+        """
+        late = [bucket.name for bucket, _ in self._runtimes.values() if bucket.pending]
+        if late and self._modifier_rank is not None:
+            raise RuntimeError(
+                f"GatheredParameters to change {late[0]!r} while its update is delayed: save a "
+                "checkpoint before, which ends the delay, or change it before the first step"
+            )
         for bucket, runtime in self._runtimes.values():
             bucket.held += 1
             runtime.use(bucket)

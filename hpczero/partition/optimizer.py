@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from hpczero.gpu.reference import TILE, AdamStep
 from hpczero.infinity.stream import Chunk, stream
 from hpczero.infinity.tier import CUT, Part, done
 from hpczero.partition import states
-from hpczero.partition.bucket import Bucket
+from hpczero.partition.bucket import Bucket, Task
 from hpczero.partition.lamb import Lamb, lamb_step
 from hpczero.partition.layout import ALIGN
 from hpczero.partition.segments import (
@@ -37,6 +37,9 @@ CLIP_EPSILON = 1e-6
 
 OURS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
 """Optimizers whose update is our own kernel, with the same constants and states."""
+
+_Inside = Mapping[int, list[tuple[Segment, AdamStep]]]
+"""By the id of a bucket: its segments, each with the constants of its step."""
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -162,6 +165,11 @@ class ShardedOptimizer:
     def streams(self) -> bool:
         """Tell whether an update goes on after `step`: some of what it needs is elsewhere."""
         return not all(bucket.resident for bucket in self._buckets)
+
+    @property
+    def staged(self) -> bool:
+        """Tell whether updates leave the weights alone until they are taken over."""
+        return any(bucket.staged for bucket in self._buckets)
 
     def join(self) -> None:
         """Wait until the last update is complete.
@@ -293,19 +301,24 @@ class ShardedOptimizer:
                 scale=scale,
             )
             inside.setdefault(id(segment.bucket), []).append((segment, constants))
-        if not self.streams:
-            self._walk(inside, tile_size)
+        tasks = [bucket.task() for bucket in self._buckets]
+        staged = self.staged
+        if not (self.streams or staged):
+            self._walk(tasks, inside, tile_size)
             return
         for bucket in self._buckets:
-            bucket.updated = Future()
+            if staged:
+                bucket.flip()
+            else:
+                bucket.updated = Future()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-update")
-        self._update = self._thread.submit(self._go_on, inside, tile_size)
+        self._update = self._thread.submit(self._go_on, tasks, inside, tile_size)
 
-    def _go_on(self, inside: Mapping[int, list[tuple[Segment, AdamStep]]], tile_size: int) -> None:
+    def _go_on(self, tasks: Sequence[Task], inside: _Inside, tile_size: int) -> None:
         """Update everything, and end the waiting for all buckets whatever happens."""
         try:
-            self._walk(inside, tile_size)
+            self._walk(tasks, inside, tile_size)
         except BaseException as error:
             for bucket in self._buckets:
                 if not bucket.updated.done():
@@ -315,35 +328,37 @@ class ShardedOptimizer:
             if not bucket.updated.done():
                 bucket.updated.set_result(None)
 
-    def _walk(self, inside: Mapping[int, list[tuple[Segment, AdamStep]]], tile_size: int) -> None:
+    def _walk(self, tasks: Sequence[Task], inside: _Inside, tile_size: int) -> None:
         """Update chunk after chunk, in the order in which the next forward needs them."""
         last: Bucket | None = None
-        for bucket, lo, hi in stream(self._chunks()):
+        for task, lo, hi in stream(self._chunks(tasks)):
+            bucket = task.bucket
             if last is not None and last is not bucket and not last.updated.done():
                 last.updated.set_result(None)  # what it has to write is on its way
             last = bucket
-            moments = bucket.state("exp_avg"), bucket.state("exp_avg_sq")
+            moments = [task.states[kind].tensor for kind in ("exp_avg", "exp_avg_sq")]
             for segment, constants in inside.get(id(bucket), ()):
                 place = slice(max(segment.start, lo), min(segment.stop, hi))
                 if place.start < place.stop:
                     adam_(
-                        bucket.weights[place],
-                        bucket.master[place],
-                        bucket.gradient[place],
+                        task.target.tensor[place],
+                        task.master.tensor[place],
+                        task.gradient(place),
                         moments[0][place],
                         moments[1][place],
                         constants,
                         tile_size,
                     )
 
-    def _chunks(self) -> Iterator[Chunk[tuple[Bucket, int, int]]]:
+    def _chunks(self, tasks: Iterable[Task]) -> Iterator[Chunk[tuple[Task, int, int]]]:
         """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
-        for bucket in self._buckets:
-            numel = bucket.master.numel()
-            size = max(numel, 1) if bucket.resident else self._streamed
+        for task in tasks:
+            numel = task.master.tensor.numel()
+            resident = all(use.array.resident for use in task.uses(0, 0))
+            size = max(numel, 1) if resident else self._streamed
             for lo in range(0, numel, size):
                 hi = min(lo + size, numel)
-                yield Chunk((bucket, lo, hi), bucket.uses(lo, hi))
+                yield Chunk((task, lo, hi), task.uses(lo, hi))
 
     @property
     def _streamed(self) -> int:
@@ -351,11 +366,11 @@ class ShardedOptimizer:
         return max(CUT, min(self._limit or STREAMED, STREAMED) // CUT * CUT)
 
     def _refuse_unless_streamed(self) -> None:
-        elsewhere = next((bucket for bucket in self._buckets if not bucket.resident), None)
-        if elsewhere is not None and (not self._ours or isinstance(self.inner, Lamb)):
+        if (self.streams or self.staged) and (not self._ours or isinstance(self.inner, Lamb)):
             raise ValueError(
-                f"expected Adam or AdamW, whose states go to the file and back in parts, found "
-                f"{type(self.inner).__name__}: use one of them, or keep its states in memory"
+                "expected Adam or AdamW, which update in parts and in a thread of their own, found "
+                f"{type(self.inner).__name__}: use one of them, or keep its states in memory and "
+                "its updates undelayed"
             )
 
     def _state_bytes(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -349,3 +351,48 @@ def test_five_hundred_steps_leak_nothing(tmp_path: Path) -> None:
     train(engine, 480)
     assert state() == before
     assert (resident() - pages) * 4096 < 8 << 20
+
+
+def test_a_forward_begins_while_the_update_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block is updated only after the first has run (GreedySnake's overlap)."""
+    engine = engine_of(zero(tmp_path, 3, params="nvme", states="nvme"), "bf16")
+    train(engine, 1)
+    ran, order = threading.Event(), []
+    inner = optimizers.adam_
+
+    def slow(weights: torch.Tensor, *rest: Any) -> None:
+        bucket = next(b for b in engine._runtime.buckets if _inside(b.weights, weights))
+        if bucket.name == "blocks.2":
+            ran.wait(20)
+        order.append(bucket.name)
+        inner(weights, *rest)
+
+    monkeypatch.setattr(optimizers, "adam_", slow)
+    engine.module.blocks[0].register_forward_hook(lambda *_: (order.append("forward"), ran.set()))
+    train(engine, 1)
+    order.clear()
+    ran.clear()
+    engine.backward(engine(tokens(RANK)))
+    engine.synchronize()
+    assert order.index("forward") < order.index("blocks.2")
+
+
+def _inside(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    begin = whole.data_ptr()
+    return begin <= part.data_ptr() < begin + max(1, whole.nbytes)
+
+
+def test_an_update_that_fails_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(zero(tmp_path, 2, states="nvme"), "bf16")
+    train(engine, 1)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    engine.backward(engine(tokens(RANK)))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="reading 'root/") as caught:
+        engine.step()
+    assert str(tmp_path) in str(caught.value)
