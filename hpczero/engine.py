@@ -86,8 +86,6 @@ class Engine:
         self.device = _device(model)
         self._memory = self.world.node_memory if self.config.node_memory else None
         self._ledger = Ledger()
-        self._offload = Offload(self.config.zero_optimization, self.world, self._ledger)
-        self.plan = self._offload.plan(self._scope())
         self.grad_norm = 0.0
         """Global gradient norm of the last step, before clipping; the same on all ranks."""
         self.micro_steps = 0
@@ -106,6 +104,8 @@ class Engine:
         self._scaler = self._precision.scaler
         settings = agreement.settings(self.config.model_dump())
         agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
+        self._offload = Offload(self.config, model, self.world, self._ledger)
+        self.plan = self._offload.plan(self._scope())
         initial = Initial(model, initialise)
         source, groups = from_config(self.config, model, optimizer, model_parameters)
         self._precision.cast(model)
@@ -119,7 +119,7 @@ class Engine:
         self._runtime = Runtime(model, self._units, self.world, zero)
         chunk = None if zero.sub_group_size == "auto" else zero.sub_group_size
         self._optimizer = ShardedOptimizer(source, groups, buckets, self.world, chunk)
-        self._offload.seal()
+        self._offload.begin_counting()
         self.optimizer = self._optimizer.inner
         """The torch optimizer over this rank's segments; its groups' lr acts on the next step."""
         self.lr_scheduler = self._schedule(lr_scheduler)
@@ -535,6 +535,7 @@ class Engine:
         All ranks call. Costs one collective per bucket, and on rank 0 the float32 model.
         """
         self.synchronize()
+        self.world.gathers.meet("full_state_dict").result()  # nothing foreseen is on its way
         state: dict[str, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
         for bucket in self._runtime.buckets:
@@ -642,7 +643,8 @@ class Engine:
     def _build_units(self, initial: Initial) -> list[Unit]:
         units: dict[str, Unit] = {ROOT: Unit(ROOT, self.module)}
         self.world.reclaim_node_memory()
-        arena = Arena(self._ledger, self._memory, self.world.timeline)
+        reductions = self.world.reductions
+        arena = Arena(self._ledger, self._memory, self.world.timeline, lambda: reductions.enters)
         zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
         for part in group(self.module):

@@ -153,8 +153,9 @@ def moving_bytes(
 ) -> int:
     """Return the memory, at most, of what is on its way from or to files; padding not counted.
 
-    In an update there are AHEAD + 1 + BEHIND parts. Before it there are the shards of what is being
-    gathered, and those of gradients: one that is reduced, and BACKLOG bytes.
+    In an update there are AHEAD + 1 + BEHIND parts; the next forward begins meanwhile. There are
+    the shards of what is being gathered, and those of gradients: one that is reduced, and BACKLOG
+    bytes.
     """
     parts, grads = [], []
     for shape in shapes:
@@ -166,7 +167,7 @@ def moving_bytes(
     width = AHEAD + 1 + BEHIND
     update = max((sum(parts[at : at + width]) for at in range(len(parts))), default=0)
     gathered = _root_and_largest(shapes) // world if on.get("params") == "file" else 0
-    return max(update, gathered + min(sum(grads), BACKLOG + max(grads, default=0)))
+    return gathered + max(update, min(sum(grads), BACKLOG + max(grads, default=0)))
 
 
 def by_tier(formula: Mapping[str, int], on: Mapping[str, str]) -> dict[str, dict[str, int]]:

@@ -119,6 +119,8 @@ class Courier:
         self._closed = False
         self._at: tuple[Signature, float] | None = None
         self._ended = time.monotonic()
+        self.enters = False
+        """Whether it waits for something of this rank's own, a disk, before it meets the others."""
         self.waits = False
         """Whether the collective under way waits for other ranks to come to it."""
         self._nodes = nodes or [range(comm.size)]
@@ -373,7 +375,6 @@ class Courier:
         """Run a collective; tell whether more may come."""
         if self.failure is not None:
             return True  # its future has the error
-        self._at = (job.signature, time.monotonic())
         try:
             result = self._carry_within(job)
         except BaseException as error:
@@ -389,9 +390,13 @@ class Courier:
     def _carry_within(self, job: _Job) -> Any:
         name, span = job.signature.name, self._timeline.span
         with contextlib.ExitStack() as stack:
-            with span(self.name, name, "io"):
-                stack.enter_context(job.within)
-            self.waits = True
+            self.enters = True
+            try:
+                with span(self.name, name, "io"):
+                    stack.enter_context(job.within)
+            finally:
+                self.enters = False
+            self._at, self.waits = (job.signature, time.monotonic()), True
             with span(self.name, name, "wait"):
                 places = self._agree(job.signature, job.places)
             with span(self.name, name, job.cause):

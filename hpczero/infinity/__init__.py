@@ -9,7 +9,7 @@ can do that. Who uses a part reads it first, and afterwards writes it or drops i
 pages back. What is there without having been read is zero or stale.
 
 [Note: parts]
-A part that is read, written or dropped begins at a multiple of 4096 bytes and ends at one, or at
-the end of the array: a page belongs to one part. Whoever cuts in multiples of 4096 elements is
-right for every dtype.
+A part that is read, written or dropped begins where a page does, and ends where one does or at the
+end of the array: a page belongs to one part. Whoever cuts in multiples of CUT elements is right for
+every dtype.
 """

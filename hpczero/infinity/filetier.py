@@ -3,23 +3,28 @@
 [Note: HDF5 without HDF5's roads]
 h5py makes a contiguous dataset for each array, so that any HDF5 tool can read the file; then the
 file is closed and bytes move by preadv and pwritev at the dataset's place, from several threads.
-(HDF5 itself holds one lock for all threads and copies.) Each dataset takes whole blocks of 4096
-bytes, its last elements are padding: HDF5 puts its own structures into gaps, which writes of whole
-blocks would destroy. The attribute `numel` says how many elements count.
+(HDF5 itself holds one lock for all threads and copies.) Each dataset takes whole blocks, its last
+elements are padding: HDF5 puts its own structures into gaps, which writes of whole blocks would
+destroy. The attribute `numel` says how many elements count.
+
+[Note: a file without a name]
+The file loses its name as soon as it is open, unless it is to be kept. So nothing is left however
+the job ends, and HDF5 reaches it through Python's file object.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import h5py
@@ -27,10 +32,11 @@ import torch
 
 from hpczero.infinity.hdf5 import name_of, naming, reserve
 from hpczero.infinity.tier import CUT, Array, Moved
+from hpczero.infinity.workers import Workers
 from hpczero.plan import TierName
 from hpczero.sizing import BACKLOG
 
-BLOCK = 4096
+BLOCK = max(4096, mmap.PAGESIZE)
 """Bytes that a dataset begins and ends at multiples of: of pages, and of direct I/O."""
 
 REQUEST = 1 << 23
@@ -40,6 +46,8 @@ THREADS = 3
 """Calls of the system at a time; more gain nothing on the disks that were tried."""
 
 
+log = logging.getLogger("hpczero")
+
 _NORESERVE = 0x4000  # Linux's; the module mmap has it since Python 3.13
 
 
@@ -47,8 +55,7 @@ class FileTier:
     """Keep arrays in an HDF5 file of this rank in `folder`.
 
     Costs address space as large as the arrays, a few threads, and memory only for parts that are
-    read or not yet written. The file loses its name when `seal`ed, so that nothing is left however
-    the job ends, unless it is to be kept.
+    read or not yet written.
 
     Args:
         folder: made if missing; any file system.
@@ -72,22 +79,38 @@ class FileTier:
     ) -> None:
         self.account = account
         self.path = folder / f"hpczero-{uuid.uuid4().hex[:12]}-rank{rank:05d}.h5"
-        self._keep = keep
         with naming(self.path):
             folder.mkdir(parents=True, exist_ok=True)
-            room = {"alignment_threshold": 1, "alignment_interval": BLOCK}
-            with h5py.File(self.path, "x", libver=("earliest", "v110"), **room):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._number = os.open(self.path, flags, 0o600)
+            self._direct = _open_direct(self.path)
+            """The same file without the system's cache; None where its file system can't."""
+            if not keep:
+                self.path.unlink()
+            with self._open_hdf5("w"):
                 pass
-            self._number = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        self._direct = _open_direct(self.path)
-        """The same file without the system's cache; None where its file system can't."""
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hpczero-file")
+        self._workers = Workers(THREADS, "hpczero-file")
         self._lock = threading.Lock()
         self._moved = Moved(0, 0)
         self._settling: deque[tuple[int, Future[None]]] = deque()
         files = [number for number in (self._number, self._direct) if number is not None]
-        remove = None if keep else self.path
-        self._finalizer = weakref.finalize(self, _close, self._pool, files, remove)
+        self._finalizer = weakref.finalize(self, _close, self._workers, files, os.getpid())
+        self._finalizer.atexit = False  # an update may go on; the system closes what is open
+
+    @contextlib.contextmanager
+    def _open_hdf5(self, mode: str) -> Iterator[h5py.File]:
+        # The alignment isn't stored: it must be given each time.
+        room = {"alignment_threshold": 1, "alignment_interval": BLOCK}
+        with (
+            os.fdopen(os.dup(self._number), "r+b", buffering=0) as raw,
+            h5py.File(raw, mode, libver=("earliest", "v110"), **room) as file,
+        ):
+            yield file
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """Return the number of the file system, and how many bytes may still be written there."""
+        return os.fstat(self._number).st_dev, _free(self._number)
 
     @property
     def direct(self) -> bool:
@@ -104,22 +127,18 @@ class FileTier:
             return Array(torch.empty(0, dtype=dtype))
         nbytes = -(-numel * dtype.itemsize // BLOCK) * BLOCK
         with naming(self.path):
-            free = _free(self.path)
+            free = _free(self._number)
             if free < nbytes:
                 raise OSError(
                     errno.ENOSPC, f"{name} needs {nbytes} bytes, free are {free}", str(self.path)
                 )
-            with h5py.File(self.path, "r+", libver=("earliest", "v110")) as file:
+            with self._open_hdf5("r+") as file:
                 shape = (nbytes // dtype.itemsize,)
                 offset = reserve(file, name, name_of(dtype), shape)
                 file[name].attrs["numel"] = numel
+            assert offset % BLOCK == 0, f"{name} begins at {offset}"
             os.posix_fallocate(self._number, offset, nbytes)
-        return FileArray(self, name, numel, dtype, offset, nbytes)
-
-    def seal(self) -> None:
-        """Take the file's name away, unless it is to be kept: there will be no more arrays."""
-        if not self._keep:
-            self.path.unlink(missing_ok=True)
+            return FileArray(self, name, numel, dtype, offset, nbytes)
 
     @property
     def moved(self) -> Moved:
@@ -151,7 +170,7 @@ class FileTier:
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Let one of the threads do something, first in first out."""
-        return self._pool.submit(work)
+        return self._workers.submit(work)
 
     def move(self, memory: memoryview, offset: int, name: str, *, out: bool) -> None:
         """Read (or write, if `out`) whole blocks, however many calls that takes.
@@ -170,6 +189,7 @@ class FileTier:
                     if error.errno != errno.EINVAL or number == self._number:
                         raise
                     self._direct, number = None, self._number  # it took the flag, but not the work
+                    log.info(f"{self.path}: no direct I/O, the system's cache is used")
                     continue
                 if count == 0:
                     text = f"{what}: the file ends at byte {offset}, {len(memory)} bytes too early"
@@ -195,6 +215,8 @@ class FileArray(Array):
         # here. Larger ones make direct I/O twice as fast.
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._place = mmap.mmap(-1, nbytes, flags=kind)
+        # A forked child, a loader's worker say, must neither keep pages nor share those of I/O.
+        self._place.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):
             self._place.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._place)
@@ -234,9 +256,7 @@ class FileArray(Array):
             self._give_back(lo, hi)
 
         future = self._tier.submit(work)
-        with self._lock:
-            self._writing = [entry for entry in self._writing if not _succeeded(entry[2])]
-            self._writing.append((lo, hi, future))
+        self._remember(lo, hi, future)
         return future
 
     def drop(self, start: int = 0, stop: int | None = None) -> None:
@@ -258,8 +278,7 @@ class FileArray(Array):
         settled: Future[None] = Future()
         written: Future[None] = Future()
         lo, hi = self._bytes(0, None)
-        with self._lock:
-            self._writing.append((lo, hi, written))
+        self._remember(lo, hi, written)
 
         def work() -> None:
             try:
@@ -275,11 +294,11 @@ class FileArray(Array):
                 written.set_result(None)
 
         def begin(filled: Future[None]) -> None:
-            error = filled.exception()
-            if error is None:
+            try:
+                filled.result()
                 self._tier.submit(work)
                 self._tier.owe(hi - lo, written)
-            else:
+            except BaseException as error:  # nobody else would hear of it
                 settled.set_exception(error)
                 written.set_exception(error)
 
@@ -287,16 +306,18 @@ class FileArray(Array):
         return settled
 
     def filling(self, adds: bool) -> contextlib.AbstractContextManager[object]:
-        """Wait for what is added to, if so, and for room."""
-        return self._filling(self.read() if adds else None)
+        """Wait for what is added to, or was here before and is not yet written, and for room."""
+        if adds:
+            return self._filling([self.read()])
+        return self._filling(self._under_way(0, len(self._memory)), takes=True)
 
     @contextlib.contextmanager
-    def _filling(self, reading: Future[None] | None) -> Iterator[None]:
+    def _filling(self, before: Sequence[Future[None]], takes: bool = False) -> Iterator[None]:
         self._tier.wait_for_room()
-        if reading is None:
+        for future in before:
+            future.result()
+        if takes:
             self.take()
-        else:
-            reading.result()
         yield
 
     def _bytes(self, start: int, stop: int | None) -> tuple[int, int]:
@@ -306,6 +327,12 @@ class FileArray(Array):
         hi = len(self._memory) if stop == numel else stop * self._item
         assert lo % BLOCK == 0 and hi % BLOCK == 0, f"{self._name}: cut at {start}, {stop}"
         return lo, hi
+
+    def _remember(self, lo: int, hi: int, writing: Future[None]) -> None:
+        """Let who reads bytes wait until they are written."""
+        with self._lock:
+            self._writing = [entry for entry in self._writing if not _succeeded(entry[2])]
+            self._writing.append((lo, hi, writing))
 
     def _under_way(self, lo: int, hi: int) -> list[Future[None]]:
         with self._lock:
@@ -331,15 +358,15 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _free(path: Path) -> int:
-    """Return the bytes that this user may still write there."""
-    found = os.statvfs(path)
+def _free(number: int) -> int:
+    """Return the bytes that this user may still write to the file system of an open file."""
+    found = os.fstatvfs(number)
     return found.f_bavail * found.f_frsize
 
 
-def _close(pool: ThreadPoolExecutor, files: list[int], remove: Path | None) -> None:
-    pool.shutdown()
+def _close(workers: Workers, files: list[int], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the threads are its parent's
+    workers.close()
     for number in files:
         os.close(number)
-    if remove is not None:
-        remove.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -11,7 +12,7 @@ import torch
 
 from hpczero.plan import TierName
 
-CUT = 4096
+CUT = max(4096, mmap.PAGESIZE)
 """Parts of arrays are cut at multiples of so many elements; see [Note: parts]."""
 
 
@@ -111,10 +112,11 @@ def _then(first: Future[None], begin: Callable[[], Future[None]]) -> Future[None
             chained.set_exception(error)
 
     def go_on(first: Future[None]) -> None:
-        if first.exception() is None:
+        try:
+            first.result()
             begin().add_done_callback(end)
-        else:
-            end(first)
+        except BaseException as error:  # nobody else would hear of it
+            chained.set_exception(error)
 
     first.add_done_callback(go_on)
     return chained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Literal, get_args
 
@@ -63,7 +64,9 @@ class Arena:
         ledger: Ledger,
         memory: NodeMemory | None = None,
         timeline: Timeline | None = None,
+        stalls: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._stalls = stalls
         self._ledger, self._memory = ledger, memory
         self._timeline = timeline or Timeline()
         self._free: list[torch.Tensor] = []
@@ -74,7 +77,8 @@ class Arena:
         """Return a flat tensor with arbitrary content.
 
         Waits for the oldest reduction in flight when there are many. Not for ever: it may hang on a
-        gather that another rank wants from this one, and then more memory is taken instead.
+        gather that another rank wants from this one, and then more memory is taken instead, unless
+        it `stalls` on this rank's own disk.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -82,6 +86,8 @@ class Arena:
             with self._timeline.wait("reductions", "slot"):
                 done = wait([self._busy[0][0]], timeout=PATIENCE_SECONDS).done
             if not done:
+                if self._stalls():
+                    continue
                 break
             self._reclaim()
         self._reclaim()

@@ -118,6 +118,8 @@ class Bucket:
         self.persistent = False
         """Whether gathered weights stay until an update changes them, and their memory for ever."""
         self._ready: Future[None] | None = None
+        self._announced = False
+        """Whether new weights have not been asked for since an update that goes on."""
         self._news: Future[None] | None = None
         """Done when all ranks that share the weights have updated them."""
         self.updated = done()
@@ -288,6 +290,7 @@ class Bucket:
         if self.gathered:
             return
         self.gathered = True
+        self._post_news()
         cargo = self._cargo("parameters", self.dtype)
         if self.on_node:
             self._world.traffic.add("all_gather", cargo.purpose, Count(1, cargo.payload, 0))
@@ -549,6 +552,15 @@ class Bucket:
 
     def announce(self) -> None:
         """Let the next use wait for the update, which goes on; all ranks call."""
+        self._announced = True
+        if self.gathered:
+            self._post_news()
+
+    def _post_news(self) -> None:
+        """Post what brings new weights, in the order in which they are used: the queue waits."""
+        if not self._announced:
+            return
+        self._announced = False
         self._news = self.publish()
         if self._news is None and self.on_node:
             meeting = f"new weights of {self.name!r}"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from hpczero import sizing
 from hpczero.comm.world import World
-from hpczero.config import Device, ZeroOptimization
+from hpczero.config import Config, Device
 from hpczero.infinity.tier import Memory, Moved, Tier
 from hpczero.partition.arena import Ledger
 from hpczero.partition.bucket import Tiers
@@ -19,22 +24,30 @@ TIERS: dict[Device, TierName] = {"none": "device", "cpu": "host", "nvme": "file"
 
 
 class Offload:
-    """Make the tiers that a config asks for; a rank's own.
+    """Make the tiers that a config asks for; all ranks call. Costs an exchange of a few bytes.
 
     Raises:
-        OSError: a folder for files can't be written; names it.
+        OSError: on all ranks, if one can't write its folder, or ranks need more room than a disk
+            has; names the rank, the folder and the bytes.
     """
 
-    def __init__(self, zero: ZeroOptimization, world: World, ledger: Ledger) -> None:
-        self._zero, self._ledger = zero, ledger
+    def __init__(self, config: Config, model: nn.Module, world: World, ledger: Ledger) -> None:
+        self._zero = zero = config.zero_optimization
+        self._ledger = ledger
         self._files: dict[str, FileTier] = {}
         self._rank = world.rank
         optimizer, params = zero.offload_optimizer, zero.offload_param
-        self.tiers: Tiers = {
-            "params": self._tier(params.device, params.nvme_path),
-            "grads": self._tier(zero.gradients_on, optimizer.nvme_path),
-            "states": self._tier(optimizer.device, optimizer.nvme_path),
-        }
+        failure: OSError | None = None
+        try:
+            self.tiers: Tiers = {
+                "params": self._tier(params.device, params.nvme_path),
+                "grads": self._tier(zero.gradients_on, optimizer.nvme_path),
+                "states": self._tier(optimizer.device, optimizer.nvme_path),
+            }
+        except OSError as error:
+            failure = error
+        needed = {} if failure else self._needed(config, model.parameters(), world.size)
+        self._agree(world, failure, needed)
 
     def _tier(self, device: Device, path: str | None) -> Tier:
         if device != "nvme":
@@ -51,6 +64,43 @@ class Offload:
 
             self._files[path] = FileTier(Path(path), self._rank, account, keep=keep)
         return self._files[path]
+
+    def _needed(self, config: Config, params: Iterable[nn.Parameter], world: int) -> dict[str, int]:
+        """Return the bytes that this rank will keep in each folder, about."""
+        needed = dict.fromkeys(self._files, 0)
+        half = config.compute != "fp32"
+        asked = config.data_types.grad_accum_dtype
+        grads = None if asked is None else 4 if asked == "fp32" else 2
+        for parameter in params:
+            item = 2 if half and parameter.is_floating_point() else parameter.element_size()
+            each = sizing.per_element(item, parameter.requires_grad, config.accumulation, grads)
+            for kind, tier in self.tiers.items():
+                for path, file in self._files.items():
+                    if tier is file:
+                        needed[path] += each._asdict()[kind] * -(-parameter.numel() // world)
+        return needed
+
+    def _agree(self, world: World, failure: OSError | None, needed: dict[str, int]) -> None:
+        """Fail on all ranks if one can't make its files, or a disk has no room for all of them."""
+        host = world.hosts[world.rank]
+        disks = [(path, host, *self._files[path].free, size) for path, size in needed.items()]
+        told = world.gathers.exchange_objects("files", (failure and str(failure), disks)).result()
+        for rank, (text, _) in enumerate(told):
+            if text is not None:
+                raise failure or OSError(errno.EIO, f"rank {rank} can't offload: {text}")
+        wanted: dict[tuple[str, int], int] = {}
+        for _, theirs in told:
+            for path, where, disk, free, size in theirs:
+                wanted[where, disk] = wanted.get((where, disk), 0) + size
+                if wanted[where, disk] > free:
+                    total = sum(
+                        other[4]
+                        for _, each in told
+                        for other in each
+                        if other[1:3] == (where, disk)
+                    )
+                    text = f"offloading needs {total} bytes on {where}, free are {free}"
+                    raise OSError(errno.ENOSPC, text, path)
 
     @property
     def on(self) -> dict[str, TierName]:
@@ -72,15 +122,13 @@ class Offload:
             states_on=on["states"],
         )
 
-    def seal(self) -> None:
-        """Say that nothing more will be kept: files lose their names, unless they are to stay."""
-        for file in self._files.values():
-            file.seal()
+    def begin_counting(self) -> None:
+        """Leave out of `moved` what building has cost."""
         self._before = self._all_moved()
 
     @property
     def moved(self) -> Moved:
-        """Return the bytes that went from and to files since all was there."""
+        """Return the bytes that went from and to files since all was built."""
         now, before = self._all_moved(), self._before
         return Moved(now.read - before.read, now.written - before.written)
 

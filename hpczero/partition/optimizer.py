@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hpczero.comm import watch
 from hpczero.comm.world import World
 from hpczero.gpu.adam import adam_, kernel_name
 from hpczero.gpu.reference import TILE, AdamStep
 from hpczero.infinity.stream import Chunk, stream
 from hpczero.infinity.tier import CUT, Part, done
+from hpczero.infinity.workers import Workers
 from hpczero.partition import states
 from hpczero.partition.bucket import Bucket, Task
 from hpczero.partition.lamb import Lamb, lamb_step
@@ -110,6 +114,7 @@ class ShardedOptimizer:
         self._limit = max(ALIGN, sub_group_size // ALIGN * ALIGN) if sub_group_size else None
         self._segments = self._refine([segment for _, segment in made])
         self._by_master = {id(segment.master): segment for segment in self._segments}
+        self._refuse_unless_streamed()
         if self._ours:
             for segment in self._segments:
                 self.inner.state[segment.master] = {
@@ -117,8 +122,7 @@ class ShardedOptimizer:
                     "exp_avg": segment.of(segment.bucket.state("exp_avg")),
                     "exp_avg_sq": segment.of(segment.bucket.state("exp_avg_sq")),
                 }
-        self._refuse_unless_streamed()
-        self._thread: ThreadPoolExecutor | None = None
+        self._worker: Workers | None = None
         self._update: Future[None] = done()
 
     def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
@@ -304,61 +308,21 @@ class ShardedOptimizer:
         tasks = [bucket.task() for bucket in self._buckets]
         staged = self.staged
         if not (self.streams or staged):
-            self._walk(tasks, inside, tile_size)
+            _walk(tasks, inside, tile_size, self._streamed)
             return
         for bucket in self._buckets:
             if staged:
                 bucket.flip()
             else:
                 bucket.updated = Future()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-update")
-        self._update = self._thread.submit(self._go_on, tasks, inside, tile_size)
-
-    def _go_on(self, tasks: Sequence[Task], inside: _Inside, tile_size: int) -> None:
-        """Update everything, and end the waiting for all buckets whatever happens."""
-        try:
-            self._walk(tasks, inside, tile_size)
-        except BaseException as error:
-            for bucket in self._buckets:
-                if not bucket.updated.done():
-                    bucket.updated.set_exception(error)
-            raise
-        for bucket in self._buckets:
-            if not bucket.updated.done():
-                bucket.updated.set_result(None)
-
-    def _walk(self, tasks: Sequence[Task], inside: _Inside, tile_size: int) -> None:
-        """Update chunk after chunk, in the order in which the next forward needs them."""
-        last: Bucket | None = None
-        for task, lo, hi in stream(self._chunks(tasks)):
-            bucket = task.bucket
-            if last is not None and last is not bucket and not last.updated.done():
-                last.updated.set_result(None)  # what it has to write is on its way
-            last = bucket
-            moments = [task.states[kind].tensor for kind in ("exp_avg", "exp_avg_sq")]
-            for segment, constants in inside.get(id(bucket), ()):
-                place = slice(max(segment.start, lo), min(segment.stop, hi))
-                if place.start < place.stop:
-                    adam_(
-                        task.target.tensor[place],
-                        task.master.tensor[place],
-                        task.gradient(place),
-                        moments[0][place],
-                        moments[1][place],
-                        constants,
-                        tile_size,
-                    )
-
-    def _chunks(self, tasks: Iterable[Task]) -> Iterator[Chunk[tuple[Task, int, int]]]:
-        """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
-        for task in tasks:
-            numel = task.master.tensor.numel()
-            resident = all(use.array.resident for use in task.uses(0, 0))
-            size = max(numel, 1) if resident else self._streamed
-            for lo in range(0, numel, size):
-                hi = min(lo + size, numel)
-                yield Chunk((task, lo, hi), task.uses(lo, hi))
+        if self._worker is None:
+            self._worker = Workers(1, "hpczero-update")
+            weakref.finalize(self, self._worker.close).atexit = False
+        # Of what it works on only: else nobody would be freed while it waits.
+        walk = partial(_go_on, tasks, inside, tile_size, self._streamed)
+        self._update = self._worker.submit(walk)
+        _GOING_ON.add(self._update)
+        self._update.add_done_callback(_GOING_ON.discard)
 
     @property
     def _streamed(self) -> int:
@@ -380,6 +344,66 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
+
+
+_GOING_ON: set[Future[None]] = set()
+
+
+def _join_all() -> None:
+    """End what updates go on, before this rank parts from others that wait for them."""
+    for update in list(_GOING_ON):
+        update.result()
+
+
+watch.at_exit(_join_all)
+
+
+def _go_on(tasks: Sequence[Task], inside: _Inside, tile_size: int, size: int) -> None:
+    """Update everything, and end the waiting for all buckets whatever happens."""
+    try:
+        _walk(tasks, inside, tile_size, size)
+    except BaseException as error:
+        for task in tasks:
+            if not task.bucket.updated.done():
+                task.bucket.updated.set_exception(error)
+        raise
+    for task in tasks:
+        if not task.bucket.updated.done():
+            task.bucket.updated.set_result(None)
+
+
+def _walk(tasks: Sequence[Task], inside: _Inside, tile_size: int, size: int) -> None:
+    """Update chunk after chunk, in the order in which the next forward needs them."""
+    last: Bucket | None = None
+    for task, lo, hi in stream(_chunks(tasks, size)):
+        bucket = task.bucket
+        if last is not None and last is not bucket and not last.updated.done():
+            last.updated.set_result(None)  # what it has to write is on its way
+        last = bucket
+        moments = [task.states[kind].tensor for kind in ("exp_avg", "exp_avg_sq")]
+        for segment, constants in inside.get(id(bucket), ()):
+            place = slice(max(segment.start, lo), min(segment.stop, hi))
+            if place.start < place.stop:
+                adam_(
+                    task.target.tensor[place],
+                    task.master.tensor[place],
+                    task.gradient(place),
+                    moments[0][place],
+                    moments[1][place],
+                    constants,
+                    tile_size,
+                )
+
+
+def _chunks(tasks: Iterable[Task], streamed: int) -> Iterator[Chunk[tuple[Task, int, int]]]:
+    """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
+    for task in tasks:
+        numel = task.master.tensor.numel()
+        resident = all(use.array.resident for use in task.uses(0, 0))
+        size = max(numel, 1) if resident else streamed
+        for lo in range(0, numel, size):
+            hi = min(lo + size, numel)
+            yield Chunk((task, lo, hi), task.uses(lo, hi))
 
 
 def clip_scale(norm: float, limit: float) -> float:

@@ -300,6 +300,7 @@ def test_the_file_stays_if_asked_and_is_hdf5(tmp_path: Path) -> None:
     section = zero(tmp_path, 3, params="nvme", states="nvme") | {"offload_keep_files": True}
     engine = engine_of(section, "bf16")
     train(engine)
+    engine.synchronize()
     kept = {
         bucket.name: (bucket.own_weights.values(0, bucket.layout.shard), bucket.own_states)
         for bucket in engine._runtime.buckets
@@ -370,7 +371,12 @@ def test_a_forward_begins_while_the_update_goes_on(
         inner(weights, *rest)
 
     monkeypatch.setattr(optimizers, "adam_", slow)
-    engine.module.blocks[0].register_forward_hook(lambda *_: (order.append("forward"), ran.set()))
+
+    def note(*_: object) -> None:
+        order.append("forward")
+        ran.set()
+
+    engine.module.blocks[0].register_forward_hook(note)
     train(engine, 1)
     order.clear()
     ran.clear()
