@@ -29,7 +29,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_hwloc_base_binding_policy := none
 export OMPI_MCA_mpi_yield_when_idle := 1
 
-.PHONY: help setup train test torture run check bench sizes clean
+.PHONY: help setup train test torture run check bench capacity sizes clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -79,6 +79,9 @@ bench: setup ## run BENCHMARKS="name ..." (all: more than an hour), and make doc
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[bench]"
 	$(BIN)/python -m benchmarks run $(BENCHMARKS)
 	$(BIN)/python -m benchmarks page
+
+capacity: setup ## see how large a model trains in 2 GiB per rank, with its states in files (some minutes)
+	$(BIN)/python -m benchmarks.capacity --contenders DDP "hpczero 3" "hpczero 3, all in files"
 
 sizes: ## lines of Python per folder
 	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | awk '$$2 != "total" \

@@ -24,6 +24,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -191,6 +192,38 @@ def ours(stage: int) -> Callable[[Any, bool], Contender]:
     return lambda model, half: our_engine(model, half, {"stage": stage})
 
 
+def ours_in_files(stage: int) -> Callable[[Any, bool], Contender]:
+    """Return ours, with all that the stage shards in files."""
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": in_files()}
+    if stage == 3:
+        zero["offload_param"] = in_files()
+    return lambda model, half: our_engine(model, half, zero)
+
+
+def in_files() -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()) / "offload")}
+
+
+def deepspeed_in_files(model: Any, half: bool) -> Contender:
+    """Return DeepSpeed with states, gradients and parameters on NVMe; its ops are compiled."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    zero = {"stage": 3, "offload_optimizer": in_files(), "offload_param": in_files()}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": half},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+            "zero_optimization": zero,
+            "steps_per_print": 10**9,
+        },
+    )
+    return engine_loop(engine)
+
+
 def our_engine(model: Any, half: bool, zero: dict[str, Any]) -> Contender:
     """Return ours."""
     import hpczero
@@ -202,6 +235,7 @@ def our_engine(model: Any, half: bool, zero: dict[str, Any]) -> Contender:
             "bf16": {"enabled": half},
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         },
+        initialise=model.initialiser(0) if next(model.parameters()).is_meta else None,
     )
     return engine_loop(engine, lambda: int(engine.traffic()["sent"]))
 
@@ -216,6 +250,12 @@ CONTENDERS: dict[str, Callable[[Any, bool], Contender]] = {
     **{f"DeepSpeed {stage}": deepspeed(stage) for stage in STAGES},
     **{f"hpczero {stage}": ours(stage) for stage in STAGES},
 }
+
+OFFLOADED: dict[str, Callable[[Any, bool], Contender]] = {
+    "DeepSpeed 3, all in files": deepspeed_in_files,
+    **{f"hpczero {stage}, all in files": ours_in_files(stage) for stage in STAGES[1:]},
+}
+"""Those that keep what they shard in files; ours never make the model whole."""
 
 
 def gloo() -> None:
@@ -286,6 +326,25 @@ def module(name: str) -> Any:
     return loaded
 
 
+def shape_of(gpt: Any, model: str) -> Any:
+    """Return a preset by its name, or a shape: LAYERSxHIDDENxHEADSxSEQ."""
+    if model in gpt.PRESETS:
+        return gpt.PRESETS[model]
+    layers, hidden, heads, seq = map(int, model.split("x"))
+    return gpt.GPTConfig(layers=layers, hidden=hidden, heads=heads, seq=seq)
+
+
+def build(name: str, gpt: Any, shape: Any, half: bool) -> Contender:
+    """Return a contender on its model."""
+    if name not in OFFLOADED or name.startswith("DeepSpeed"):
+        return ({**CONTENDERS, **OFFLOADED})[name](gpt.GPT(shape, 0), half)
+    import torch
+
+    with torch.device("meta"):
+        model = gpt.GPT(shape)
+    return OFFLOADED[name](model, half)
+
+
 def launched_rank() -> int:
     """Return this process's rank without MPI, which peers don't load."""
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -295,7 +354,7 @@ def launched_rank() -> int:
 def main() -> None:
     """Build the contender and obey the driver; all ranks call."""
     parser = argparse.ArgumentParser(description="one rank of a contender")
-    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("name", choices=[*CONTENDERS, *OFFLOADED])
     parser.add_argument("address")
     parser.add_argument("model")
     parser.add_argument("dtype", choices=["fp32", "bf16"])
@@ -312,10 +371,10 @@ def main() -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
 
     data, gpt = module("data"), module("gpt")
-    shape = gpt.PRESETS[args.model]
+    shape = shape_of(gpt, args.model)
     batches = data.Batches(data.load(None, Alone()), seq=shape.seq, batch=args.batch, seed=0)
     others = held()
-    contender = CONTENDERS[args.name](gpt.GPT(shape, 0), args.dtype == "bf16")
+    contender = build(args.name, gpt, shape, args.dtype == "bf16")
     number, answer = 0, dict[str, Any](ready=True)
     while True:
         print(json.dumps(answer), file=orders, flush=True)

@@ -213,6 +213,35 @@ def checkpoint(result: Result) -> str:
     return "\n\n".join([said, markdown(head, lines), origin(result)])
 
 
+def capacity(result: Result) -> str:
+    lines = [
+        [name, "none", "", "", "", row["error"]]
+        if "error" in row
+        else [
+            name,
+            f"{row['parameters'] / 1e6:.0f} M",
+            str(row["layers"]) + (" (the most tried)" if row["layers"] == row["at_most"] else ""),
+            f"{row['peak'] / 2**20:.0f}",
+            f"{row['seconds'][-1]:.1f}",
+            f"{row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}",
+        ]
+        for name, row in result["rows"].items()
+    ]
+    head = [
+        "",
+        "parameters",
+        "layers",
+        "peak PSS, MiB",
+        "step, s",
+        f"loss, {result['steps']} steps",
+    ]
+    said = (
+        f"At most {result['limit'] / 2**20:.0f} MiB of peak PSS per rank, {result['ranks']} ranks, "
+        f"{result['dtype']}, layers of {result['shape']} (hidden x heads x tokens)."
+    )
+    return "\n\n".join([said, markdown(head, lines), origin(result)])
+
+
 def slow_network(result: Result) -> str:
     rows = result["rows"]
     lines = []
@@ -238,6 +267,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "adam": adam,
     "checkpoint": checkpoint,
     "slow_network": slow_network,
+    "capacity": capacity,
 }
 TABLES: dict[str, tuple[Callable[..., str], list[str]]] = {
     **{

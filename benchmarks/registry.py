@@ -83,6 +83,15 @@ BENCHMARKS = {
             minutes=13,
         ),
         Benchmark(
+            "capacity",
+            "capacity",
+            quick=(
+                *("--shape", "64x2x32", "--mebibytes", "400", "--most", "8"),
+                *("--contenders", "DDP", "hpczero 3, all in files"),
+            ),
+            minutes=20,
+        ),
+        Benchmark(
             "checkpoint",
             "checkpoint",
             ranks=2,

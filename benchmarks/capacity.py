@@ -1,0 +1,135 @@
+"""Find the largest GPT that each way of training fits into a given memory, and train it.
+
+    python -m benchmarks.capacity --out capacity.json       # make capacity
+
+Models differ in their number of layers only. Two small ones tell how the peak PSS of a rank grows,
+and so the largest that should fit; that one is trained, and must fit, else smaller ones are tried.
+What a rank needs while it builds the model counts for ours, and not for the others, who make all of
+it on every rank. PSS leaves out the system's cache of files: ours go past it where they can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.contenders import OFFLOADED, module, shape_of
+from benchmarks.jobs import Job, Setting
+from benchmarks.step import available
+
+SMALL = (2, 6)
+"""Layers of the models that tell how memory grows."""
+
+NAMES = ("DDP", "FSDP2, resharded", "DeepSpeed 3", "hpczero 1", "hpczero 3", *OFFLOADED)
+
+
+class Search:
+    """Look for the largest model of one contender.
+
+    Args:
+        name: of the contender.
+        shape: hidden, heads and seq of all models.
+        limit: bytes of peak PSS per rank.
+        most: layers, at most: what the disk, or the patience, allows.
+        steps: of each try.
+    """
+
+    def __init__(self, name: str, shape: str, limit: int, most: int, steps: int) -> None:
+        self.name, self.shape, self.limit, self.most, self.steps = name, shape, limit, most, steps
+        self.tries: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Return what was found; `error` says why there is none."""
+        try:
+            found = self._search()
+        except RuntimeError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            return {"error": lines[-1][:300], "tries": self.tries}
+        if found is None:
+            return {"error": f"{SMALL[0]} layers take more", "tries": self.tries}
+        return {**found, "at_most": self.most, "tries": self.tries}
+
+    def _search(self) -> dict[str, Any] | None:
+        small = [self._try(layers) for layers in SMALL]
+        each = max(1, (small[1]["peak"] - small[0]["peak"]) / (SMALL[1] - SMALL[0]))
+        layers = int(SMALL[1] + (self.limit - small[1]["peak"]) / each)
+        while layers >= 1:
+            layers = min(layers, self.most)
+            found = self._try(layers)
+            if found["peak"] <= self.limit:
+                return found
+            layers = min(layers - 1, int(layers - (found["peak"] - self.limit) / each))
+        return None
+
+    def _try(self, layers: int) -> dict[str, Any]:
+        for known in self.tries:
+            if known["layers"] == layers:
+                return known
+        model = f"{layers}x{self.shape}"
+        setting = Setting.of(model, "bf16", 1, 2)
+        with Job(self.name, setting, watch=True) as job:
+            building = [x["peak"] for x in job.ask("peak")]
+            steps = [job.step() for _ in range(self.steps)]
+            stepping = [x["peak"] for x in job.ask("peak")]
+        gpt = module("gpt")
+        config = shape_of(gpt, model)
+        block = 12 * config.hidden**2 + 13 * config.hidden
+        outside = (config.vocabulary + config.seq + 2) * config.hidden
+        counted = self.name in OFFLOADED and not self.name.startswith("DeepSpeed")
+        found = {
+            "layers": layers,
+            "parameters": layers * block + outside,
+            "peak": max(stepping + (building if counted else [])),
+            "peak_pss": stepping,
+            "peak_pss_building": building,
+            "seconds": [step["seconds"] for step in steps],
+            "losses": [step["loss"] for step in steps],
+        }
+        self.tries.append(found)
+        print(
+            f"{self.name:32}{layers:4d} layers {found['parameters'] / 1e6:8.0f} M parameters"
+            f"{found['peak'] / 2**20:8.0f} MiB  {found['seconds'][-1]:6.1f} s a step  "
+            f"loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}",
+            flush=True,
+        )
+        return found
+
+
+def main() -> None:
+    """Run the benchmark; starts the jobs itself."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="1600x25x128", help="HIDDENxHEADSxSEQ")
+    parser.add_argument("--mebibytes", type=int, default=2048, help="peak PSS per rank")
+    parser.add_argument("--most", type=int, default=66, help="layers: 66 are 2.0e9 parameters")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    limit = args.mebibytes << 20
+    names = [name for name in args.contenders if available(name)]
+    rows = {}
+    for name in names:
+        rows[name] = Search(name, args.shape, limit, args.most, args.steps).run()
+        shutil.rmtree(Path(tempfile.gettempdir()) / "offload", ignore_errors=True)
+        if "error" in rows[name]:
+            print(f"{name:32}none: {rows[name]['error']}", flush=True)
+    if args.out:
+        result = machine.record(
+            "capacity",
+            rows,
+            shape=args.shape,
+            limit=limit,
+            dtype="bf16",
+            ranks=2,
+            steps=args.steps,
+            absent=[name for name in args.contenders if name not in names],
+        )
+        machine.write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
