@@ -19,6 +19,7 @@ from torch import nn
 
 import hpczero
 from hpczero import sizing
+from hpczero.infinity.tier import CUT
 from hpczero.partition import optimizer as optimizers
 
 pytestmark = pytest.mark.mpi
@@ -154,7 +155,11 @@ class Wide(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.blocks = nn.ModuleList(nn.Linear(97, 97, bias=bool(i % 2)) for i in range(4))
+        wide = 97 * SIZE  # so that a rank's shard is several chunks
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(97, wide, bias=bool(i % 2)), nn.Linear(wide, 97))
+            for i in range(3)
+        )
         self.frozen = nn.Parameter(torch.ones(97), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +188,13 @@ def test_chunks_cut_neither_groups_nor_bits(
 
     expected = trained({"stage": 3})
     monkeypatch.setattr(optimizers, "STREAMED", 1)  # as few as a chunk can have: 4096
+    calls = []
+    inner = optimizers.adam_
+    monkeypatch.setattr(
+        optimizers, "adam_", lambda *args: (calls.append(len(args[0])), inner(*args))[1]
+    )
     found = trained(zero(tmp_path, 3, params="nvme", states="nvme"))
+    assert max(calls) <= CUT < sum(calls) / 3 / 4
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
@@ -206,6 +217,69 @@ def test_checkpoints_go_from_tier_to_tier(
         engine.save_checkpoint(shared_tmp, asynchronous=asynchronous)
         engine.wait_for_checkpoint()
     assert losses == expected
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_recomputation_and_late_gradients(tmp_path: Path, recompute: str) -> None:
+    """Tied weights get a gradient when their bucket's reduction has been posted."""
+    found = []
+    for section in ({"stage": 3}, zero(tmp_path, 3, params="nvme", states="nvme")):
+        torch.manual_seed(0)
+        model = TinyLM(recompute=recompute)
+        engine = hpczero.Engine(model, {"zero_optimization": section, "bf16": {"enabled": True}})
+        found.append((train(engine), engine.full_state_dict()))
+    assert found[0][0] == found[1][0]
+    for name, values in found[0][1].items():
+        assert torch.equal(values, found[1][1][name]), name
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "some stay gathered": {"stage3_param_persistence_threshold": 100},
+    "reused": {"stage3_max_reuse_distance": 10_000},
+    "foreseen far": {"stage3_prefetch_bucket_size": 10_000},
+    "on demand": {"stage3_prefetch_bucket_size": 0},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_limits_change_nothing(tmp_path: Path, limits: dict[str, Any]) -> None:
+    expected = run({"stage": 3}, "bf16")
+    section = zero(tmp_path, 3, params="nvme", states="nvme") | limits
+    assert_same(run(section, "bf16"), expected)
+
+
+def test_ranks_that_send_messages(tmp_path: Path) -> None:
+    expected = run({"stage": 3}, "bf16", node_memory=False)
+    section = zero(tmp_path, 3, params="nvme", states="nvme")
+    assert_same(run(section, "bf16", node_memory=False), expected)
+
+
+def test_float64_and_a_frozen_bucket(tmp_path: Path) -> None:
+    found = []
+    for section in ({"stage": 3}, zero(tmp_path, 3, params="nvme", states="nvme")):
+        torch.manual_seed(0)
+        model = TinyLM().double()
+        model.blocks[1].requires_grad_(False)
+        engine = hpczero.Engine(model, {"zero_optimization": section})
+        losses, norms = train(engine)
+        found.append(Run(engine, losses, norms, engine.full_state_dict(), {}))
+        assert found[-1].weights.keys() == found[0].weights.keys()
+    assert_same(found[1], found[0])
+
+
+def test_evaluation_between_a_step_and_the_next(tmp_path: Path) -> None:
+    found = []
+    for section in ({"stage": 3}, zero(tmp_path, 3, params="nvme", states="nvme")):
+        engine = engine_of(section, "bf16")
+        losses = []
+        for _ in range(3):
+            losses += train(engine, 1)[0]
+            with torch.no_grad():
+                losses.append(engine(tokens(7)).item())
+            with hpczero.GatheredParameters(engine.module, modifier_rank=None):
+                losses.append(engine.module.blocks[2].down.weight.float().sum().item())
+        found.append(losses)
+    assert found[0] == found[1]
 
 
 def test_gradients_can_be_looked_at(tmp_path: Path) -> None:
