@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command == "doctor":
-        if code := doctor(args.json):
+        if code := doctor(args.json, args.io):
             watch.release()  # `doctor` has told all ranks
             sys.exit(code)
         return
@@ -200,6 +200,9 @@ def _parser() -> _Parser:
         epilog="Exit code: 0 all well or notes only, 1 warnings, 3 errors, 2 usage.",
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    command.add_argument(
+        "--io", type=Path, metavar="DIR", help="measure a folder for offloading (256 MiB a rank)"
+    )
     _add_inspect(commands)
     _add_consolidate(commands)
     _add_import(commands)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpczero.comm.machine import SHM, Launcher, Shm, unranged
 from hpczero.comm.probe import Library
+from hpczero.infinity.speed import Speed
 
 SEVERITIES = {"ok": 0, "note": 0, "warning": 1, "error": 3}
 """The exit code of each, the worst last; 2 is a usage error's."""
@@ -71,6 +72,8 @@ class Report:
     environment: dict[str, str]
     complaints: list[str]
     """What libraries said when they were asked."""
+    speeds: list[Speed | None]
+    """By rank, of the folder for offloading, if one was asked about."""
 
     @property
     def nodes(self) -> int:
@@ -222,6 +225,25 @@ def _check_h5py(found: Report) -> Iterator[Problem]:
         )
 
 
+def _check_folder(found: Report) -> Iterator[Problem]:
+    told = [(rank, speed) for rank, speed in enumerate(found.speeds) if speed is not None]
+    failed = [(rank, speed) for rank, speed in told if speed.error]
+    for rank, speed in failed[:1]:
+        others = f", and {len(failed) - 1} more ranks can't" if len(failed) > 1 else ""
+        yield Problem(
+            "error",
+            f"rank {rank} can't offload to {speed.folder}: {speed.error}{others}",
+            "give a folder that every rank can write, with room for its part",
+        )
+    cached = [speed for _, speed in told if not speed.error and not speed.direct]
+    if cached:
+        yield Problem(
+            "note",
+            f"{cached[0].folder} takes no direct I/O: what is offloaded passes the system's cache",
+            "leave memory for the cache, or take a folder on a local disk",
+        )
+
+
 def _check_import(found: Report) -> Iterator[Problem]:
     slowest = found.import_seconds["slowest"]
     if slowest > SLOW_IMPORT:
@@ -241,6 +263,7 @@ _CHECKS: tuple[Callable[[Report], Iterator[Problem]], ...] = (
     _check_shm,
     _check_devices,
     _check_h5py,
+    _check_folder,
     _check_import,
 )
 

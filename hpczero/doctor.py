@@ -36,6 +36,7 @@ from hpczero.comm.machine import (
 )
 from hpczero.comm.world import World
 from hpczero.diagnosis import SEVERITIES, Problem, Rank, Report, diagnose, in_words, plural
+from hpczero.infinity.speed import measure
 from hpczero.train import share_cores
 
 SHOWN = 16  # ranks in the table
@@ -49,9 +50,14 @@ _TELLING = (
 _OWN = ("OMPI_MCA_PREFIXES", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "OMPI_MCA_cpu_type")
 
 
-def doctor(as_json: bool) -> int:
-    """Examine, print on rank 0, and return the exit code; all ranks call."""
-    found = examine()
+def doctor(as_json: bool, folder: Path | None = None) -> int:
+    """Examine, print on rank 0, and return the exit code; all ranks call.
+
+    Args:
+        as_json: print one JSON object.
+        folder: for offloading, to be measured too.
+    """
+    found = examine(folder)
     code = 0
     if found is not None:
         problems = diagnose(found)
@@ -72,7 +78,7 @@ def doctor(as_json: bool) -> int:
 # ---- examine
 
 
-def examine() -> Report | None:
+def examine(folder: Path | None = None) -> Report | None:
     """Return the Report on rank 0, None elsewhere; all ranks call."""
     started = process_age()
     place = probe.place()
@@ -103,7 +109,8 @@ def examine() -> Report | None:
         if world.size > 1:
             share_cores(world)
             bandwidth = probe.bandwidth(world)
-    if ranks is None or shm is None:
+    speeds = probe.gather(None if folder is None else measure(folder, place.rank))
+    if ranks is None or shm is None or speeds is None:
         return None
     seconds = [rank.start_seconds for rank in ranks]
     return Report(
@@ -132,6 +139,7 @@ def examine() -> Report | None:
             if name.startswith(_TELLING) and name not in _OWN
         },
         complaints=complaints,
+        speeds=speeds,
     )
 
 
@@ -219,6 +227,22 @@ def _print(found: Report, problems: list[Problem], worst: str) -> None:
             [
                 (name, *(f"{row[column]:.2f}" for column in columns))
                 for name, row in found.bandwidth.items()
+            ],
+        )
+    speeds = [(rank, speed) for rank, speed in enumerate(found.speeds) if speed is not None]
+    if speeds:
+        report.show_table(
+            f"Files in {speeds[0][1].folder}, all ranks at the same time",
+            ["rank", "write, GB/s", "read, GB/s", "free", "past the cache"],
+            [
+                (
+                    str(rank),
+                    f"{speed.write:.2f}",
+                    f"{speed.read:.2f}",
+                    in_words(speed.free),
+                    "yes" if speed.direct else "no",
+                )
+                for rank, speed in speeds[:SHOWN]
             ],
         )
     for problem in problems:

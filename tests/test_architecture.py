@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "commands": ENGINE | {"checkpoints", "page", "report"},
     "cli": ENGINE
     | {"engine", "checkpoints", "commands", "data", "doctor", "gpt", "report", "train", "__init__"},
-    "diagnosis": {"comm"},
+    "diagnosis": {"comm", "infinity"},
     "doctor": ENGINE | {"data", "diagnosis", "report", "train", "__init__"},
     "zero": ENGINE | {"engine", "checkpoints", "__init__"},
     "__init__": ENGINE | {"engine", "checkpoints", "initialize", "zero"},

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,11 +17,13 @@ from hpczero.comm import machine
 from hpczero.comm.machine import Launcher, Leftovers, Shm
 from hpczero.comm.probe import Gpu, Library
 from hpczero.diagnosis import SEVERITIES, Rank, Report, diagnose
+from hpczero.infinity import speed as speeds
+from hpczero.infinity.speed import Speed
 
 KEYS = [
     "verdict", "problems", "nodes", "world_size", "refusal", "mpi", "launcher", "ranks", "shm",
     "torch", "cupy", "h5py", "devices", "bandwidth", "import_seconds", "installed_on",
-    "environment", "complaints",
+    "environment", "complaints", "speeds",
 ]  # fmt: skip
 
 
@@ -155,6 +158,7 @@ def machine_with(**changes: Any) -> Report:
         installed_on={"torch": "nfs4"},
         environment={},
         complaints=[],
+        speeds=[None, None],
     )
     return replace(healthy, **changes)
 
@@ -205,6 +209,11 @@ def test_a_healthy_machine_has_no_problem() -> None:
         ({"shm": [Shm("n1", 64 << 40, 9 << 30, DEAD)]}, "note", "of dead jobs", "no job of yours"),
         ({"h5py": {"installed": True, "parallel": False}}, "note", "without MPI", "nothing to do"),
         ({"h5py": {"installed": False, "error": "no"}}, "warning", "doesn't load: no", "pip"),
+        (
+            {"speeds": [Speed("/a", direct=True), Speed("/a", error="[Errno 28] full")]},
+            "error", "rank 1 can't offload to /a: [Errno 28] full", "room for its part",
+        ),
+        ({"speeds": [Speed("/nfs"), None]}, "note", "/nfs takes no direct I/O", "cache"),
         ({"complaints": ["driver too old"]}, "warning", "torch says: driver too old", "driver"),
         ({"devices": ["H200"]}, "note", "no pointers to GPU memory", "host memory"),
         (
@@ -256,8 +265,27 @@ def test_the_exit_code_is_that_of_the_worst(
     verdict: str,
     code: int,
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: machine_with(**changes))
+    monkeypatch.setattr(doctor, "examine", lambda folder: machine_with(**changes))
     assert ask("--json") == code
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == verdict
     assert [p["severity"] for p in found["problems"]][:1] == ([] if verdict == "ok" else [verdict])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_folder_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speeds.measure, "__defaults__", (16 << 20,))
+    ask("--io", str(tmp_path / "made"), "--json")
+    found = json.loads(capsys.readouterr().out)
+    (speed,) = found["speeds"]
+    assert speed["folder"] == str(tmp_path / "made")
+    assert speed["free"] > 16 << 20
+    assert speed["write"] > 0 < speed["read"]
+    assert not list((tmp_path / "made").iterdir())
+    ask("--io", str(tmp_path / "made"))
+    assert "past the cache" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    assert ask("--io", str(tmp_path / "file")) == SEVERITIES["error"]
+    assert "rank 0 can't offload to" in capsys.readouterr().out

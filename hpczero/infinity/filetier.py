@@ -145,6 +145,12 @@ class FileTier:
         """Return the bytes that were moved since the file was made."""
         return self._moved
 
+    def flush(self) -> None:
+        """Wait until all is on the disk, and nothing of it in the system's cache."""
+        with naming(self.path):
+            os.fdatasync(self._number)
+            os.posix_fadvise(self._number, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Wait for what is under way, and close the file."""
         self._finalizer()
