@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,35 @@ def checkpoint(result: Result) -> str:
     return "\n\n".join([said, markdown(head, lines), origin(result)])
 
 
+def tiers(result: Result) -> str:
+    def median(kind: str, name: str) -> float:
+        return statistics.median(result["rows"][kind]["seconds"][name])
+
+    disk = [
+        [
+            name,
+            *(f"{row[way]['gigabytes_per_second']:.2f}" for way in ("read", "write")),
+            ", ".join(
+                f"{w}: {row[w]['setting']}" for w in ("read", "write") if "setting" in row[w]
+            ),
+        ]
+        for name, row in result["rows"]["disk"].items()
+    ]
+    update, slices = result["rows"]["update"], result["rows"]["slices"]
+    times = [[name, f"{median('update', name):.3f}"] for name in update["seconds"]]
+    ways = [[name, f"{median('slices', name):.3f}"] for name in slices["seconds"]]
+    numel, nbytes = update["parameters"], slices["bytes"]
+    return "\n\n".join(
+        [
+            markdown([f"{result['bytes'] / 2**30:g} GiB, GB/s", "read", "write", ""], disk),
+            markdown([f"update of {numel / 1e6:.0f} M parameters", "s"], times),
+            f"The update in files takes {update['over_the_slower']:.2f} of the slower of the two.",
+            markdown([f"{nbytes / 2**20:.0f} MiB to {result['ranks']} ranks", "s"], ways),
+            origin(result),
+        ]
+    )
+
+
 def capacity(result: Result) -> str:
     lines = [
         [name, "none", "", "", "", row["error"]]
@@ -268,6 +298,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "checkpoint": checkpoint,
     "slow_network": slow_network,
     "capacity": capacity,
+    "tiers": tiers,
 }
 TABLES: dict[str, tuple[Callable[..., str], list[str]]] = {
     **{

@@ -83,6 +83,13 @@ BENCHMARKS = {
             minutes=13,
         ),
         Benchmark(
+            "tiers",
+            "tiers",
+            ranks=2,
+            quick=("--mebibytes", "64", "--rounds", "2", "--quick"),
+            minutes=3,
+        ),
+        Benchmark(
             "capacity",
             "capacity",
             quick=(
