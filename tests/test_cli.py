@@ -25,7 +25,8 @@ METRICS = [
 ]  # fmt: skip
 SUMMARY = [
     "parameters", "ranks", "nodes", "stage", "dtype", "kernel", "memory", "memory_by_rank",
-    "memory_formula", "further_units", "traffic", "peak_pss", "peak_pss_by_rank", "seconds",
+    "memory_formula", "memory_by_tier", "memory_formula_by_tier", "io", "io_minimum",
+    "further_units", "traffic", "peak_pss", "peak_pss_by_rank", "seconds",
     "loss_first", "loss_last", "versions",
 ]  # fmt: skip
 STATES = ["params", "grads", "states", "buffers"]
@@ -314,6 +315,49 @@ def test_a_larger_vocabulary_can_be_asked_for(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     # Nothing is learned yet. (Runs of one letter, which tied weights foresee, are in any text.)
     assert math.log(512) < summary["loss_first"] < math.log(1100)
+
+
+def test_offloading_changes_places_and_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for offload in ("none", "host", "file"):
+        out = tmp_path / offload
+        cli.main(["train", *SMALL, "--offload", offload, "--out", str(out), "--no-progress"])
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        summary = json.loads((out / "summary.json").read_text())
+        found[offload] = [json.loads(line)["loss"] for line in lines]
+        where = {kind: summary["memory_by_tier"][_tier(offload, kind)][kind] for kind in STATES[:3]}
+        assert where == {kind: summary["memory"][kind] for kind in STATES[:3]}
+        told = capsys.readouterr().out
+        assert ("States of rank 0 by tier" in told) == (offload != "none")
+        assert ("Files of rank 0" in told) == (offload == "file")
+        for way, least in summary["io_minimum"].items():
+            assert 0 <= summary["io"][way] - least < 4096 * 100
+            assert (least > 0) == (offload == "file")
+    assert found["none"] == found["host"] == found["file"]
+    assert not list((tmp_path / "file" / "offload").iterdir())
+
+
+def _tier(offload: str, kind: str) -> str:
+    return {"none": "device", "host": "device" if kind == "params" else "host"}.get(offload, "file")
+
+
+def test_flags_of_offloading_are_keys(settings: Any) -> None:
+    def keys(*flags: str) -> tuple[Any, ...]:
+        zero = settings(*flags).config.zero_optimization
+        optimizer, param = zero.offload_optimizer, zero.offload_param
+        return param.device, zero.gradients_on, optimizer.device, optimizer.nvme_path
+
+    assert keys() == ("none", "none", "none", None)
+    assert keys("--offload", "host") == ("none", "cpu", "cpu", None)
+    assert keys("--offload", "host", "--stage", "1") == ("none", "none", "cpu", None)
+    here = ("--offload-dir", "/here")
+    assert keys("--offload", "file", *here) == ("nvme", "nvme", "nvme", "/here")
+    assert keys("--offload", "file", "--stage", "2", *here) == ("none", "nvme", "nvme", "/here")
+    assert keys("--states-on", "file", *here) == ("none", "nvme", "nvme", "/here")
+    assert keys("--states-on", "file", "--grads-on", "device", *here)[1] == "none"
+    assert keys("--params-on", "host") == ("cpu", "none", "none", None)
 
 
 # Resuming #

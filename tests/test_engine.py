@@ -686,8 +686,6 @@ def test_configs_that_differ_are_named(world_comm: MPI.Intracomm) -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"weight.*complex64"):
         hpczero.Engine(nn.Linear(2, 2, dtype=torch.complex64), config(0))
-    with pytest.raises(NotImplementedError, match=r"weight.*meta"):
-        hpczero.Engine(nn.Linear(2, 2, device="meta"), config(0))
 
 
 def test_the_learning_rate_is_the_configs() -> None:
