@@ -10,12 +10,13 @@ python -m benchmarks page                    # docs/results.md anew from benchma
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import page, scaling
+from benchmarks import delayed, page, scaling
 from benchmarks.machine import RESULTS, ROOT
 from benchmarks.registry import BENCHMARKS
 
@@ -57,6 +58,9 @@ def main() -> None:
         page.PAGE.write_text(new)
         if [*RESULTS.glob("scaling-*.json")]:
             scaling.draw(scaling.load(RESULTS), page.PAGE.parent / "scaling.svg")
+        if (RESULTS / "delayed.json").exists():
+            rows = json.loads((RESULTS / "delayed.json").read_text())["rows"]
+            delayed.draw(rows, page.PAGE.parent / "delayed.svg")
 
 
 if __name__ == "__main__":

@@ -243,6 +243,18 @@ def tiers(result: Result) -> str:
     )
 
 
+def delayed(result: Result) -> str:
+    rows = result["rows"]
+    marks = [step for step in (1, 39, 50, 100, 200, 300) if step <= result["steps"]]
+    last = max(1, result["steps"] // 10)
+    head = ["loss", *(f"step {step}" for step in marks), f"mean of the last {last}"]
+    lines = [
+        [name, *(f"{row[step - 1]:.4f}" for step in marks), f"{statistics.fmean(row[-last:]):.4f}"]
+        for name, row in rows.items()
+    ]
+    return "\n\n".join([markdown(head, lines), origin(result)])
+
+
 def capacity(result: Result) -> str:
     lines = [
         [name, "none", "", "", "", row["error"]]
@@ -298,6 +310,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "checkpoint": checkpoint,
     "slow_network": slow_network,
     "capacity": capacity,
+    "delayed": delayed,
     "tiers": tiers,
 }
 TABLES: dict[str, tuple[Callable[..., str], list[str]]] = {

@@ -82,6 +82,7 @@ BENCHMARKS = {
             quick=("--model", "tiny", "--rounds", "1", "--steps", "2", "--contenders", "hpczero"),
             minutes=13,
         ),
+        Benchmark("delayed", "delayed", quick=("--steps", "3"), minutes=2),
         Benchmark(
             "tiers",
             "tiers",
