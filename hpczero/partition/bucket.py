@@ -38,6 +38,11 @@ class Task(NamedTuple):
     target: Array
     """Of the new weights, in the compute dtype."""
 
+    @property
+    def resident(self) -> bool:
+        """Tell whether all of it is always in memory."""
+        return all(use.array.resident for use in self.uses(0, 0))
+
     def gradient(self, place: slice) -> torch.Tensor:
         """Return a part of the reduced gradient of the updated interval."""
         return self.grads.tensor[self.offset + place.start : self.offset + place.stop]
@@ -505,7 +510,7 @@ class Bucket:
     @property
     def resident(self) -> bool:
         """Tell whether all that an update needs is always in memory."""
-        return all(use.array.resident for use in self.task().uses(0, 0))
+        return self.task().resident
 
     @property
     def staged(self) -> bool:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpczero.comm import watch
 from hpczero.comm.world import World
-from hpczero.gpu.adam import adam_, kernel_name
+from hpczero.gpu.adam import kernel_name
 from hpczero.gpu.reference import TILE, AdamStep
-from hpczero.infinity.stream import Chunk, stream
-from hpczero.infinity.tier import CUT, Part, done
-from hpczero.infinity.workers import Workers
+from hpczero.infinity.tier import Part
 from hpczero.partition import states
-from hpczero.partition.bucket import Bucket, Task
+from hpczero.partition.bucket import Bucket
 from hpczero.partition.lamb import Lamb, lamb_step
 from hpczero.partition.layout import ALIGN
 from hpczero.partition.segments import (
@@ -34,16 +29,13 @@ from hpczero.partition.segments import (
     cut,
     replace,
 )
-from hpczero.sizing import STREAMED
+from hpczero.partition.update import Update, Updater, part_size
 
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_; enters once, on the global norm."""
 
 OURS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
 """Optimizers whose update is our own kernel, with the same constants and states."""
-
-_Inside = Mapping[int, list[tuple[Segment, AdamStep]]]
-"""By the id of a bucket: its segments, each with the constants of its step."""
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -122,8 +114,7 @@ class ShardedOptimizer:
                     "exp_avg": segment.of(segment.bucket.state("exp_avg")),
                     "exp_avg_sq": segment.of(segment.bucket.state("exp_avg_sq")),
                 }
-        self._worker: Workers | None = None
-        self._update: Future[None] = done()
+        self._updater = Updater()
 
     def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
         """Cut segments as the kind of optimizer needs it; our Adam needs nothing."""
@@ -182,7 +173,7 @@ class ShardedOptimizer:
             OSError: a file can't be read or written.
         """
         with self._world.timeline.wait("update", "update"):
-            self._update.result()
+            self._updater.join()
 
     def step(self, scale: float) -> None:
         """Update all owned weights with the reduced gradients times `scale`.
@@ -306,28 +297,16 @@ class ShardedOptimizer:
             )
             inside.setdefault(id(segment.bucket), []).append((segment, constants))
         tasks = [bucket.task() for bucket in self._buckets]
-        staged = self.staged
-        if not (self.streams or staged):
-            _walk(tasks, inside, tile_size, self._streamed)
+        update = Update(tasks, inside, tile_size, part_size(self._limit))
+        if not (self.streams or self.staged):
+            update.run()
             return
         for bucket in self._buckets:
-            if staged:
+            if bucket.staged:
                 bucket.flip()
             else:
                 bucket.updated = Future()
-        if self._worker is None:
-            self._worker = Workers(1, "hpczero-update")
-            weakref.finalize(self, self._worker.close).atexit = False
-        # Of what it works on only: else nobody would be freed while it waits.
-        walk = partial(_go_on, tasks, inside, tile_size, self._streamed)
-        self._update = self._worker.submit(walk)
-        _GOING_ON.add(self._update)
-        self._update.add_done_callback(_GOING_ON.discard)
-
-    @property
-    def _streamed(self) -> int:
-        """Return the elements that are brought into memory at a time."""
-        return max(CUT, min(self._limit or STREAMED, STREAMED) // CUT * CUT)
+        self._updater.begin(update)
 
     def _refuse_unless_streamed(self) -> None:
         if (self.streams or self.staged) and (not self._ours or isinstance(self.inner, Lamb)):
@@ -344,66 +323,6 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
-
-
-_GOING_ON: set[Future[None]] = set()
-
-
-def _join_all() -> None:
-    """End what updates go on, before this rank parts from others that wait for them."""
-    for update in list(_GOING_ON):
-        update.result()
-
-
-watch.at_exit(_join_all)
-
-
-def _go_on(tasks: Sequence[Task], inside: _Inside, tile_size: int, size: int) -> None:
-    """Update everything, and end the waiting for all buckets whatever happens."""
-    try:
-        _walk(tasks, inside, tile_size, size)
-    except BaseException as error:
-        for task in tasks:
-            if not task.bucket.updated.done():
-                task.bucket.updated.set_exception(error)
-        raise
-    for task in tasks:
-        if not task.bucket.updated.done():
-            task.bucket.updated.set_result(None)
-
-
-def _walk(tasks: Sequence[Task], inside: _Inside, tile_size: int, size: int) -> None:
-    """Update chunk after chunk, in the order in which the next forward needs them."""
-    last: Bucket | None = None
-    for task, lo, hi in stream(_chunks(tasks, size)):
-        bucket = task.bucket
-        if last is not None and last is not bucket and not last.updated.done():
-            last.updated.set_result(None)  # what it has to write is on its way
-        last = bucket
-        moments = [task.states[kind].tensor for kind in ("exp_avg", "exp_avg_sq")]
-        for segment, constants in inside.get(id(bucket), ()):
-            place = slice(max(segment.start, lo), min(segment.stop, hi))
-            if place.start < place.stop:
-                adam_(
-                    task.target.tensor[place],
-                    task.master.tensor[place],
-                    task.gradient(place),
-                    moments[0][place],
-                    moments[1][place],
-                    constants,
-                    tile_size,
-                )
-
-
-def _chunks(tasks: Iterable[Task], streamed: int) -> Iterator[Chunk[tuple[Task, int, int]]]:
-    """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
-    for task in tasks:
-        numel = task.master.tensor.numel()
-        resident = all(use.array.resident for use in task.uses(0, 0))
-        size = max(numel, 1) if resident else streamed
-        for lo in range(0, numel, size):
-            hi = min(lo + size, numel)
-            yield Chunk((task, lo, hi), task.uses(lo, hi))
 
 
 def clip_scale(norm: float, limit: float) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 import hpczero
 from hpczero import sizing
 from hpczero.infinity.tier import CUT
-from hpczero.partition import optimizer as optimizers
+from hpczero.partition import update
 
 pytestmark = pytest.mark.mpi
 
@@ -187,11 +187,11 @@ def test_chunks_cut_neither_groups_nor_bits(
         return engine.full_state_dict()
 
     expected = trained({"stage": 3})
-    monkeypatch.setattr(optimizers, "STREAMED", 1)  # as few as a chunk can have: 4096
+    monkeypatch.setattr(update, "STREAMED", 1)  # as few as a chunk can have: 4096
     calls = []
-    inner = optimizers.adam_
+    inner = update.adam_
     monkeypatch.setattr(
-        optimizers, "adam_", lambda *args: (calls.append(len(args[0])), inner(*args))[1]
+        update, "adam_", lambda *args: (calls.append(len(args[0])), inner(*args))[1]
     )
     found = trained(zero(tmp_path, 3, params="nvme", states="nvme"))
     assert max(calls) <= CUT < sum(calls) / 3 / 4
@@ -435,7 +435,7 @@ def test_a_forward_begins_while_the_update_goes_on(
     engine = engine_of(zero(tmp_path, 3, params="nvme", states="nvme"), "bf16")
     train(engine, 1)
     ran, order = threading.Event(), []
-    inner = optimizers.adam_
+    inner = update.adam_
 
     def slow(weights: torch.Tensor, *rest: Any) -> None:
         bucket = next(b for b in engine._runtime.buckets if _inside(b.weights, weights))
@@ -444,7 +444,7 @@ def test_a_forward_begins_while_the_update_goes_on(
         order.append(bucket.name)
         inner(weights, *rest)
 
-    monkeypatch.setattr(optimizers, "adam_", slow)
+    monkeypatch.setattr(update, "adam_", slow)
 
     def note(*_: object) -> None:
         order.append("forward")
