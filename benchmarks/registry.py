@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.contenders import FLOOR, OFFLOADED
 from benchmarks.jobs import launcher
 
 
@@ -68,6 +69,19 @@ BENCHMARKS = {
         _step("small", "bf16", batch=4, minutes=8),
         _step("medium", "fp32", batch=2, minutes=20, rounds=1),
         _step("medium", "bf16", batch=4, minutes=17, rounds=1),
+        Benchmark(
+            "step-files",
+            "step",
+            (
+                *("--model", "medium", "--dtype", "bf16", "--batch", "4", "--rounds", "1"),
+                *("--steps", "10", "--contenders", FLOOR, *OFFLOADED),
+            ),
+            quick=(
+                *("--model", "tiny", "--batch", "1", "--steps", "2", "--warmup", "1"),
+                *("--contenders", FLOOR, "hpczero 3, all in files"),
+            ),
+            minutes=10,
+        ),
         _collectives(2, minutes=2),
         _collectives(4, minutes=5),
         _scaling(1),
