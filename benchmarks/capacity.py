@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from benchmarks.step import available
 
 SMALL = (2, 6)
 """Layers of the models that tell how memory grows."""
+
+LR = 1e-5
+"""Small enough for the first steps of the widest and deepest, without a warm-up."""
 
 NAMES = ("DDP", "FSDP2, resharded", "DeepSpeed 3", "hpczero 1", "hpczero 3", *OFFLOADED)
 
@@ -70,7 +74,7 @@ class Search:
             if known["layers"] == layers:
                 return known
         model = f"{layers}x{self.shape}"
-        setting = Setting.of(model, "bf16", 1, 2)
+        setting = replace(Setting.of(model, "bf16", 1, 2), lr=LR)
         with Job(self.name, setting, watch=True) as job:
             building = [x["peak"] for x in job.ask("peak")]
             steps = [job.step() for _ in range(self.steps)]

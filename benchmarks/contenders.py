@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LR = 1e-4
+LR = float(os.environ.get("BENCHMARK_LR", "1e-4"))
+"""Of all contenders; jobs.py sets it."""
 BUCKET = 20_000_000
 STAGES = range(4)
 

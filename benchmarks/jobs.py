@@ -35,6 +35,7 @@ class Setting:
     batch: int = 4
     ranks: int = 2
     threads: int = 1
+    lr: float = 1e-4
 
     @classmethod
     def of(cls, model: str, dtype: str, batch: int, ranks: int) -> Setting:
@@ -182,6 +183,7 @@ def environment(setting: Setting) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "DS_ACCELERATOR": "cpu",
+        "BENCHMARK_LR": str(setting.lr),
     }
 
 
