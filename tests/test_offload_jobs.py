@@ -82,7 +82,7 @@ def test_a_broken_disk_ends_the_job(tmp_path: Path, call: str, what: str, after:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("params", ["none", "nvme"])
+@pytest.mark.parametrize("params", ["none", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_a_program_may_end_right_after_a_step(tmp_path: Path, params: str) -> None:
     """Though one rank's disk is slow: its update ends, and so does the job, well."""
     done = run(
@@ -128,7 +128,7 @@ def test_a_folder_that_one_rank_cannot_write_is_said_by_all(tmp_path: Path) -> N
     assert sorted(re.findall(text, done.stdout)) == ["0", "1"], done.stdout
 
 
-@pytest.mark.parametrize("when", ["building", "training"])
+@pytest.mark.parametrize("when", [pytest.param("building", marks=pytest.mark.slow), "training"])
 def test_a_killed_job_leaves_nothing(tmp_path: Path, when: str) -> None:
     kill = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
     building = f"hpczero.partition.optimizer.cut = lambda *_: exec({kill!r})\nengine_of()"

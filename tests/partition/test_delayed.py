@@ -17,6 +17,8 @@ pytestmark = pytest.mark.mpi
 
 SIZE, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 STEPS = 6
+SLOW = pytest.mark.slow
+QUICK = {(1, "cpu", "fp32"), (2, "cpu", "bf16"), (3, "nvme", "bf16")}
 LR = 1e-2
 
 
@@ -119,9 +121,15 @@ def nodes_of(engine: hpczero.Engine) -> list[list[int]]:
     return engine.world.node_ranks
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "device", "dtype"),
+    [
+        pytest.param(stage, device, dtype, marks=[] if (stage, device, dtype) in QUICK else SLOW)
+        for stage in (1, 2, 3)
+        for device in ("cpu", "nvme")
+        for dtype in ("fp32", "bf16")
+    ],
+)
 def test_it_is_what_the_paper_says(tmp_path: Path, stage: int, device: str, dtype: str) -> None:
     for start_step in (1, 3):
         engine = engine_of(stage, dtype, device, tmp_path, start_step)
@@ -142,7 +150,10 @@ def test_it_differs_from_undelayed_updates(tmp_path: Path) -> None:
     assert delayed[1] == train(engine_of(2, "bf16", "cpu", tmp_path), 2)[1]
 
 
-@pytest.mark.parametrize("more", [{"gradient_clipping": 0.1}, {"gradient_accumulation_steps": 3}])
+@pytest.mark.parametrize(
+    "more",
+    [{"gradient_clipping": 0.1}, pytest.param({"gradient_accumulation_steps": 3}, marks=SLOW)],
+)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_stages_and_tiers_agree(tmp_path: Path, dtype: str, more: dict[str, Any]) -> None:
     """With clipping, accumulation, and steps that overflow and are skipped."""
