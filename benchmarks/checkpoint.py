@@ -85,7 +85,8 @@ def dd(source: Path, target: Path) -> Contender:
 def fio(target: Path, nbytes: int) -> Contender:
     def job(kind: str) -> float:
         """Return the seconds that fio counts, without its own start."""
-        common = [f"--filename={target}", f"--size={nbytes}", "--bs=16M", "--ioengine=psync"]
+        block = min(1 << 24, nbytes & -4096)  # it refuses blocks larger than the file
+        common = [f"--filename={target}", f"--size={nbytes}", f"--bs={block}", "--ioengine=psync"]
         how = [f"--rw={kind}", "--end_fsync=1", "--invalidate=0", "--output-format=json"]
         told = json.loads(command("fio", "--name=x", *common, *how))
         return float(told["jobs"][0]["job_runtime"]) / 1000
