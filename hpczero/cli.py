@@ -21,9 +21,10 @@ from hpczero.data import DataError
 from hpczero.doctor import doctor
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.gpt import PRESETS, GPTConfig
+from hpczero.partition.offload import TIERS
 from hpczero.train import CHECKPOINTS, Settings, train
 
-DEVICES = {"device": "none", "host": "cpu", "file": "nvme"}
+DEVICES: dict[str, str] = {tier: device for device, tier in TIERS.items()}
 """The tiers, and DeepSpeed's names of them."""
 
 OFFLOADS: dict[str, dict[str, str]] = {
