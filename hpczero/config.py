@@ -90,7 +90,7 @@ class OffloadOptimizer(Section):
     nvme_path: str | None = None
     """The folder for "nvme": of any file system."""
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """The part of the states that is kept there: all, so far."""
+    """The part of the states that is kept there, at least: those of whole blocks stay."""
     gradients: Device | None = None
     """Where stages 2 and 3 keep reduced gradients; None: as the states. Not DeepSpeed's."""
     delayed_update: DelayedUpdate = DelayedUpdate()
@@ -124,6 +124,8 @@ class ZeroOptimization(Section):
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_keep_files: bool = False
     """Leave the files of "nvme" when the job ends, valid HDF5. Not DeepSpeed's."""
+    offload_checksums: bool = False
+    """Compare what is read from the files of "nvme" with what was written. Not DeepSpeed's."""
 
     @property
     def gradients_on(self) -> Device:
@@ -298,11 +300,6 @@ class Config(Section):
             problems.append(
                 "offload_optimizer.delayed_update: the host updates meanwhile: expected device "
                 "'cpu' or 'nvme', found 'none'"
-            )
-        if optimizer.device != "none" and optimizer.ratio != 1:
-            problems.append(
-                f"offload_optimizer.ratio: expected 1.0, found {optimizer.ratio:g}: states are not "
-                "split between device and host yet"
             )
         if param.device == "nvme" and not param.nvme_path:
             problems.append("offload_param.nvme_path: expected a folder for device 'nvme'")

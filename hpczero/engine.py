@@ -571,16 +571,12 @@ class Engine:
 
     def memory_formula(self) -> dict[str, Any]:
         """Return what `sizing.memory_formula` foretells for this engine, and the same by tier."""
-        formula = sizing.memory_formula(
-            self.bucket_shapes(),
-            self.config.zero_optimization.stage,
-            self.world.size,
-            self.config.accumulation,
-            self.further_units,
-            self._offload.on,
-            self._optimizer.staged,
-        )
-        return {**formula, "tier": sizing.by_tier(formula, self._offload.on)}
+        shapes, on = self.bucket_shapes(), self._offload.on
+        setting = self.config.zero_optimization.stage, self.world.size, self.config.accumulation
+        staged = self._optimizer.staged
+        formula = sizing.memory_formula(shapes, *setting, self.further_units, on, staged)
+        staying = sizing.state_bytes([s for s in shapes if s.states_stay], *setting)["states"]
+        return {**formula, "tier": sizing.by_tier(formula, on, staying)}
 
     @property
     def memory_on(self) -> dict[str, str]:
@@ -619,6 +615,7 @@ class Engine:
                 bucket.holders,
                 bucket.gatherers,
                 self._receives,
+                bucket.trainable and bucket.states_on == "device",
             )
             for unit in self._units
             for bucket in unit.buckets
@@ -647,7 +644,8 @@ class Engine:
         arena = Arena(self._ledger, self._memory, self.world.timeline, lambda: reductions.enters)
         zero = self.config.zero_optimization
         modules = {id(module): name for name, module in self.module.named_modules()}
-        for part in group(self.module):
+        groups = group(self.module)
+        for part, tiers in zip(groups, self._offload.tiers(groups), strict=True):
             name = ROOT if part.module is self.module else modules[id(part.module)]
             unit = units.setdefault(name, Unit(name, part.module))
             bucket = Bucket(
@@ -658,7 +656,7 @@ class Engine:
                 self._ledger,
                 arena,
                 zero,
-                self._offload.tiers,
+                tiers,
                 initial,
                 self._memory,
             )

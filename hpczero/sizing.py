@@ -58,6 +58,7 @@ class BucketShape(NamedTuple):
     holders: int = 0  # at stage 3: the ranks that share a copy that stays; 0: each gathers its own
     gatherers: int = 1  # at stage 3: the ranks that share what is gathered
     receives: bool = True  # else reductions read where the other ranks' gradients lie
+    states_stay: bool = False  # on the device, whatever tier others' are on
 
 
 class PerElement(NamedTuple):
@@ -159,31 +160,36 @@ def moving_bytes(
     """
     parts, grads = [], []
     for shape in shapes:
-        each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
-        moves = [nbytes for kind, nbytes in each._asdict().items() if on.get(kind) == "file"]
+        each = _in_files(shape, accumulation, on)
         shard = -(-shape.padded // world)
-        parts += [sum(moves) * min(STREAMED, shard - start) for start in range(0, shard, STREAMED)]
-        grads.append(each.grads * shard if on.get("grads") == "file" else 0)
+        parts += [sum(each) * min(STREAMED, shard - start) for start in range(0, shard, STREAMED)]
+        grads.append(each.grads * shard)
     width = AHEAD + 1 + BEHIND
     update = max((sum(parts[at : at + width]) for at in range(len(parts))), default=0)
     gathered = _root_and_largest(shapes) // world if on.get("params") == "file" else 0
     return gathered + max(update, min(sum(grads), BACKLOG + max(grads, default=0)))
 
 
-def by_tier(formula: Mapping[str, int], on: Mapping[str, str]) -> dict[str, dict[str, int]]:
+def by_tier(
+    formula: Mapping[str, int], on: Mapping[str, str], staying: int = 0
+) -> dict[str, dict[str, int]]:
     """Return the bytes of a formula by tier, and on each by kind; buffers are on the device.
 
     Args:
         formula: bytes by kind.
         on: the tier of params, grads and states.
+        staying: bytes of states that are on the device all the same.
     """
-    return {
+    tiers = {
         tier: {
             kind: nbytes if on.get(kind, "device") == tier else 0
             for kind, nbytes in formula.items()
         }
         for tier in ("device", "host", "file")
     }
+    tiers[on.get("states", "device")]["states"] -= staying
+    tiers["device"]["states"] += staying
+    return tiers
 
 
 def io_minimum(
@@ -208,18 +214,13 @@ def io_minimum(
     read = written = 0
     for shape in shapes:
         shard = -(-shape.numel // world)
-        each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
-        if on["states"] == "file":
-            read += each.states * shard
-            written += each.states * shard
-        if on["grads"] == "file":
-            read += backwards * each.grads * shard
-            written += backwards * each.grads * shard
-        if on["params"] == "file":
-            read += 2 * backwards * each.params * shard
-            written += each.params * shard * shape.trainable
-            # The update of what is its own master weight reads that too.
-            read += each.params * shard * (shape.trainable and shape.item_bytes >= 4)
+        each = _in_files(shape, accumulation, on)
+        # The update of what is its own master weight reads that too.
+        before_update = shape.trainable and shape.item_bytes >= 4
+        read += shard * (
+            each.states + backwards * each.grads + (2 * backwards + before_update) * each.params
+        )
+        written += shard * (each.states + backwards * each.grads + shape.trainable * each.params)
     return {"read": read, "written": written}
 
 
@@ -251,6 +252,13 @@ def traffic_multiples(
         2: backwards + 1,
         3: 3 * backwards - persistent * (2 * backwards - 1) + over_nodes,
     }[stage]
+
+
+def _in_files(shape: BucketShape, accumulation: int, on: Mapping[str, str]) -> PerElement:
+    """Return the bytes per element of what is kept in files, 0 for what isn't."""
+    each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
+    filed = {kind: nbytes * (on.get(kind) == "file") for kind, nbytes in each._asdict().items()}
+    return PerElement(**filed | {"states": filed["states"] * (not shape.states_stay)})
 
 
 def _states(

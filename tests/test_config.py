@@ -418,7 +418,7 @@ def test_offload_says_where_states_are_kept() -> None:
             {"stage": 2, "offload_optimizer": {"device": "cpu", "gradients": "nvme"}},
             "optimizer.nvme_path: expected",
         ),
-        ({"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "expected 1.0"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio"),
         (
             {"stage": 3, "offload_param": {"device": "cpu"}, "partition_scope": "node"},
             "use 'world'",

@@ -82,6 +82,22 @@ def test_a_broken_disk_ends_the_job(tmp_path: Path, call: str, what: str, after:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_wrong_byte_ends_the_job_where_checksums_are_on(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "engine = engine_of(offload_checksums=True); train(engine, 2)\n"
+        "def wrong(number, buffers, offset):\n"
+        "    count = read(number, buffers, offset)\n"
+        "    buffers[0][5] ^= rank\n"
+        "    return count\n"
+        "os.preadv = wrong; train(engine, 100)",
+    )
+    assert done.returncode != 0
+    said = r"hpczero: rank 1 of 2 .*\n(.*\n)*.*aren't those that were written"
+    assert re.search(said, done.stdout), done.stdout
+    assert str(tmp_path) in done.stdout
+
+
 @pytest.mark.parametrize("params", ["none", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_a_program_may_end_right_after_a_step(tmp_path: Path, params: str) -> None:
     """Though one rank's disk is slow: its update ends, and so does the job, well."""

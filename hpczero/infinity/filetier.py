@@ -22,12 +22,15 @@ import os
 import threading
 import uuid
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import h5py
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hpczero.infinity.hdf5 import name_of, naming, reserve
@@ -62,6 +65,8 @@ class FileTier:
         rank: part of the file's name.
         account: is told bytes of memory that are taken or, negative, given back; by any thread.
         keep: whether the file stays.
+        checksums: whether what is read is compared with what was written. Costs the time of a CRC,
+            about a second of a thread per GB, and 4 bytes in memory per CUT elements.
 
     Raises:
         OSError: the folder can't be written; names it.
@@ -76,8 +81,10 @@ class FileTier:
         account: Callable[[int], None] = lambda nbytes: None,
         *,
         keep: bool = False,
+        checksums: bool = False,
     ) -> None:
         self.account = account
+        self.checksums = checksums
         self.path = folder / f"hpczero-{uuid.uuid4().hex[:12]}-rank{rank:05d}.h5"
         with naming(self.path):
             folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +237,8 @@ class FileArray(Array):
         self._writing: list[tuple[int, int, Future[None]]] = []
         """Bytes that are on their way to the file; who reads them waits."""
         self._lock = threading.Lock()  # an update goes on in another thread than a forward
+        self._sums = _sums_of_zeros(nbytes, CUT * self._item) if tier.checksums else None
+        """Of each CUT elements in the file."""
         super().__init__(torch.frombuffer(self._place, dtype=dtype, count=numel))
 
     def take(self, start: int = 0, stop: int | None = None) -> None:
@@ -345,12 +354,40 @@ class FileArray(Array):
             return [future for a, b, future in self._writing if a < hi and lo < b]
 
     def _move(self, lo: int, hi: int, *, out: bool) -> None:
-        self._tier.move(self._memory[lo:hi], self._offset + lo, self._name, out=out)
+        memory, each = self._memory[lo:hi], CUT * self._item
+        known = self._sums if self._sums is None else self._sums[lo // each : -(-hi // each)]
+        if out and known is not None:
+            known[:] = _sums(memory, each)
+        self._tier.move(memory, self._offset + lo, self._name, out=out)
+        if out or known is None:
+            return
+        wrong = np.flatnonzero(known != _sums(memory, each))
+        if len(wrong):
+            first = self._offset + lo + int(wrong[0]) * each
+            text = (
+                f"reading {self._name!r}: the {each} bytes at {first} aren't those that were "
+                f"written: the checksums of {len(wrong)} blocks of {len(known)} differ"
+            )
+            raise OSError(errno.EIO, text, str(self._tier.path))
 
     def _give_back(self, lo: int, hi: int) -> None:
         if lo < hi:
             self._place.madvise(mmap.MADV_DONTNEED, lo, hi - lo)
             self._tier.account(lo - hi)
+
+
+def _sums(memory: memoryview, each: int) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32 of every `each` bytes."""
+    starts = range(0, len(memory), each)
+    return np.array([zlib.crc32(memory[at : at + each]) for at in starts], np.uint32)
+
+
+def _sums_of_zeros(nbytes: int, each: int) -> npt.NDArray[np.uint32]:
+    """Return what `_sums` does, without so many zeros."""
+    sums = np.full(-(-nbytes // each), zlib.crc32(bytes(each)), np.uint32)
+    if nbytes % each:
+        sums[-1] = zlib.crc32(bytes(nbytes % each))
+    return sums
 
 
 def _succeeded(future: Future[None]) -> bool:

@@ -89,6 +89,17 @@ class Array:
         else:
             self.drop()
 
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[torch.Tensor]:
+        """Have room for all of it inside the block, which fills it whole, and keep that."""
+        with self.filling(adds=False):
+            try:
+                yield self.tensor
+            except BaseException:
+                self.drop()
+                raise
+            self.write().result()
+
 
 @contextlib.contextmanager
 def until(done: Future[None]) -> Iterator[None]:

@@ -23,7 +23,7 @@ from hpczero.partition.initial import Initial
 from hpczero.partition.layout import Layout
 from hpczero.partition.precision import Precision
 from hpczero.partition.tensor import ReleasedParameter
-from hpczero.plan import Home, Plan
+from hpczero.plan import Home, Plan, TierName
 
 
 class Task(NamedTuple):
@@ -175,9 +175,8 @@ class Bucket:
         self.gathered = True
         if self.frees:
             self._stored = self._array("params", "weights", self.own, self.dtype)
-            self._stored.take()
-            self._stored.tensor.copy_(self.full[own])
-            self._stored.write().result()
+            with self._stored.anew() as shard:
+                shard.copy_(self.full[own])
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         else:
             self._stored = Array(self.full[own])
@@ -203,7 +202,7 @@ class Bucket:
             self._master = self._weights
         else:
             self._master = self._array("states", "master", self.span, master)
-            with self._master.here(changes=True) as values, self._weights.here() as weights:
+            with self._master.anew() as values, self._weights.here() as weights:
                 values.copy_(weights)
         self.master = self._master.tensor
         self._states: dict[str, Array] = {}
@@ -243,7 +242,7 @@ class Bucket:
         """Make room for new weights beside those in use, and for the next step's gradient."""
         if self._master is self._weights:
             self._master = self._array("states", "master", self.span, self.dtype, extra=True)
-            with self._master.here(changes=True) as values, self._weights.here() as weights:
+            with self._master.anew() as values, self._weights.here() as weights:
                 values.copy_(weights)
             self.master = self._master.tensor
             self._staged = self._master
@@ -513,6 +512,11 @@ class Bucket:
         return self.task().resident
 
     @property
+    def states_on(self) -> TierName:
+        """Return the tier of the optimizer's states."""
+        return self._tiers["states"].name
+
+    @property
     def staged(self) -> bool:
         """Tell whether updates leave the weights alone until `take_over`."""
         return self._staged is not None
@@ -536,7 +540,7 @@ class Bucket:
             return
         self.pending = False
         if self._staged is self._master or not self.frees:
-            with self._staged.here() as new, self._weights.here(changes=True) as weights:
+            with self._staged.here() as new, self._weights.anew() as weights:
                 weights.copy_(new)
         else:
             self._staged, self._stored = self._stored, self._staged
@@ -545,7 +549,7 @@ class Bucket:
 
     def account_states(self, nbytes: int) -> None:
         """Account states that an optimizer has made for itself."""
-        self._ledger.add("states", nbytes, self._tiers["states"].name)
+        self._ledger.add("states", nbytes, self.states_on)
 
     def publish(self) -> Future[None] | None:
         """Give the shard, once it is updated, to all ranks, or nodes, that have a copy."""
@@ -625,7 +629,7 @@ class Bucket:
                     if values is not None:
                         target[start - lo : stop - lo].copy_(values)
             if self.trainable and self._master is not self._weights:
-                with self._weights.here(changes=True) as weights:
+                with self._weights.anew() as weights:
                     weights.copy_(target)
 
     def part(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from hpczero.config import Config, Device
 from hpczero.infinity.tier import Memory, Moved, Tier
 from hpczero.partition.arena import Ledger
 from hpczero.partition.bucket import Tiers
+from hpczero.partition.grouping import Group
 from hpczero.plan import Plan, Scope, TierName
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Offload:
         optimizer, params = zero.offload_optimizer, zero.offload_param
         failure: OSError | None = None
         try:
-            self.tiers: Tiers = {
+            self._tiers: Tiers = {
                 "params": self._tier(params.device, params.nvme_path),
                 "grads": self._tier(zero.gradients_on, optimizer.nvme_path),
                 "states": self._tier(optimizer.device, optimizer.nvme_path),
@@ -56,13 +58,18 @@ class Offload:
         if path not in self._files:
             from hpczero.infinity.filetier import FileTier  # h5py is slow to import
 
-            keep = self._zero.offload_keep_files
             ledger = self._ledger  # not self, which has the tier: nobody would be freed
 
             def account(nbytes: int) -> None:
                 ledger.add("buffers", nbytes)
 
-            self._files[path] = FileTier(Path(path), self._rank, account, keep=keep)
+            self._files[path] = FileTier(
+                Path(path),
+                self._rank,
+                account,
+                keep=self._zero.offload_keep_files,
+                checksums=self._zero.offload_checksums,
+            )
         return self._files[path]
 
     def _needed(self, config: Config, params: Iterable[nn.Parameter], world: int) -> dict[str, int]:
@@ -74,10 +81,12 @@ class Offload:
         for parameter in params:
             item = 2 if half and parameter.is_floating_point() else parameter.element_size()
             each = sizing.per_element(item, parameter.requires_grad, config.accumulation, grads)
-            for kind, tier in self.tiers.items():
+            for kind, tier in self._tiers.items():
+                part = self._zero.offload_optimizer.ratio if kind == "states" else 1
                 for path, file in self._files.items():
                     if tier is file:
-                        needed[path] += each._asdict()[kind] * -(-parameter.numel() // world)
+                        nbytes = each._asdict()[kind] * -(-parameter.numel() // world)
+                        needed[path] += int(part * nbytes)
         return needed
 
     def _agree(self, world: World, failure: OSError | None, needed: dict[str, int]) -> None:
@@ -102,10 +111,25 @@ class Offload:
                     text = f"offloading needs {total} bytes on {where}, free are {free}"
                     raise OSError(errno.ENOSPC, text, path)
 
+    def tiers(self, groups: Sequence[Group]) -> list[Tiers]:
+        """Return the tiers of each group; some states stay on the device, as the ratio asks.
+
+        Those of the first groups: they are updated first, and the next forward begins with them.
+        """
+        sizes = [sum(parameter.numel() for _, parameter in group.parameters) for group in groups]
+        trained = [group.parameters[0][1].requires_grad for group in groups]
+        room = (1 - self._zero.offload_optimizer.ratio) * sum(map(operator.mul, sizes, trained))
+        found: list[Tiers] = []
+        for size, trains in zip(sizes, trained, strict=True):
+            stays = trains and size <= room
+            room -= size * stays
+            found.append({**self._tiers, "states": Memory("device")} if stays else self._tiers)
+        return found
+
     @property
     def on(self) -> dict[str, TierName]:
         """Return where each kind of state is kept."""
-        return {str(kind): tier.name for kind, tier in self.tiers.items()}
+        return {str(kind): tier.name for kind, tier in self._tiers.items()}
 
     def plan(self, params: Scope) -> Plan:
         """Return the plan of the config's stage on these tiers.

@@ -39,9 +39,8 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
 
 def filled(tier: FileTier, name: str, values: torch.Tensor) -> Array:
     array = tier.zeros(name, values.numel(), values.dtype)
-    array.take()
-    array.tensor.copy_(values)
-    array.write().result()
+    with array.anew() as place:
+        place.copy_(values)
     return array
 
 
@@ -109,9 +108,10 @@ def test_memory_is_accounted_and_given_back(tmp_path: Path) -> None:
 
     tier = FileTier(tmp_path, 0, account)
     array = filled(tier, "a", torch.ones(3 * CUT + 5))
-    with array.here(changes=True), contextlib.suppress(ZeroDivisionError):
-        assert taken[0] > 0
-        1 / 0  # noqa: B018
+    for block in (array.here(changes=True), array.anew()):
+        with block, contextlib.suppress(ZeroDivisionError):
+            assert taken[0] > 0
+            1 / 0  # noqa: B018
     array.values(5, CUT + 7)
     with array.coming():
         pass
@@ -159,9 +159,10 @@ def test_a_block_keeps_its_changes_only_if_it_says_so(tier: FileTier) -> None:
     with array.here(changes=True) as values:
         assert values.eq(1).all()
         values += 2
-    with contextlib.suppress(ZeroDivisionError), array.here(changes=True) as values:
-        values += 2
-        raise ZeroDivisionError
+    for block in (array.here(changes=True), array.anew()):
+        with contextlib.suppress(ZeroDivisionError), block as values:
+            values += 2
+            raise ZeroDivisionError
     with array.here() as values:
         assert values.eq(3).all()
 
@@ -243,6 +244,27 @@ def test_memory_is_only_what_is_being_used(tier: FileTier) -> None:
         array.drop(start, start + (1 << 20))
     assert resident() - before < 16 << 20
     assert tier.moved == (4 * numel, 4 * numel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_checksums_find_a_wrong_byte_and_nothing_else(tmp_path: Path, dtype: torch.dtype) -> None:
+    tier = FileTier(tmp_path, 0, checksums=True)
+    numel = 3 * CUT + 5
+    with tier.zeros("new", numel, dtype).here() as values:
+        assert not values.any()
+    array = filled(tier, "group/a", torch.ones(numel).to(dtype))
+    for start, stop in [(CUT, 2 * CUT), (CUT, numel), (3 * CUT, numel), (0, None)]:
+        array.read(start, stop).result()
+        array.write(start, stop).result()
+    place = array._offset + 2 * CUT * dtype.itemsize + 77
+    os.pwrite(tier._number, b"\x05", place)
+    array.read(0, 2 * CUT).result()
+    array.read(3 * CUT, numel).result()
+    block = array._offset + 2 * CUT * dtype.itemsize
+    with pytest.raises(OSError, match=rf"'group/a'.*bytes at {block} .* 1 blocks of 4") as caught:
+        array.read().result()
+    assert caught.value.filename == str(tier.path)
+    tier.close()
 
 
 def resident() -> int:

@@ -30,10 +30,11 @@ RANK = MPI.COMM_WORLD.rank
 SLOW = pytest.mark.slow
 QUICK = {(1, 1, "bf16"), (2, 1, "fp16"), (3, 4, "bf16")}
 
-TIERS = {
+TIERS: dict[str, dict[str, Any]] = {
     "host": {"states": "cpu"},
     "states in a file": {"states": "nvme", "grads": "none"},
     "states and gradients in a file": {"states": "nvme"},
+    "most states in a file": {"states": "nvme", "grads": "none", "ratio": 0.6},
     "gradients in a file": {"states": "none", "grads": "nvme"},
     "parameters in a file": {"params": "nvme"},
     "all in a file": {"params": "nvme", "states": "nvme"},
@@ -48,10 +49,15 @@ def shared_tmp(tmp_path: Path) -> Path:
 
 
 def zero(
-    folder: Path, stage: int, params: str = "none", grads: str | None = None, states: str = "none"
+    folder: Path,
+    stage: int,
+    params: str = "none",
+    grads: str | None = None,
+    states: str = "none",
+    ratio: float = 1.0,
 ) -> dict[str, Any]:
     """Return a config's section."""
-    optimizer = {"device": states, "nvme_path": str(folder)}
+    optimizer: dict[str, Any] = {"device": states, "nvme_path": str(folder), "ratio": ratio}
     if grads is not None and stage >= 2:
         optimizer["gradients"] = grads
     section: dict[str, Any] = {"stage": stage, "offload_optimizer": optimizer}
@@ -135,7 +141,7 @@ def test_every_tier_gives_the_same_bits(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_several_backwards_per_step(tmp_path: Path, stage: int) -> None:
     expected = run({"stage": stage}, "bf16", backwards=3)
-    section = zero(tmp_path, stage, params="nvme", states="nvme")
+    section = zero(tmp_path, stage, params="nvme", states="nvme") | {"offload_checksums": True}
     assert_same(run(section, "bf16", backwards=3), expected)
 
 
@@ -313,7 +319,7 @@ def test_weights_can_be_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=SLOW)])
 def test_memory_and_io_are_the_formulas(
-    tmp_path: Path, tiers: dict[str, str], accumulation: int
+    tmp_path: Path, tiers: dict[str, Any], accumulation: int
 ) -> None:
     section = zero(tmp_path, 3, **tiers)
     engine = engine_of(section, "bf16", gradient_accumulation_steps=accumulation)
@@ -334,6 +340,9 @@ def test_memory_and_io_are_the_formulas(
         assert nbytes >= 3 * 0.99 * least[way]
     files = "nvme" in tiers.values()
     assert (least["read"] > 0) == files
+    if "ratio" in tiers:
+        stay = formula["tier"]["device"]["states"] / formula["states"]
+        assert 0 < stay <= 1 - tiers["ratio"]
 
 
 def test_a_rank_reads_and_writes_its_own_part_only(tmp_path: Path) -> None:
