@@ -565,9 +565,15 @@ class Engine:
         return {**total, "tier": tiers}
 
     def io(self) -> dict[str, int]:
-        """Return the bytes that this rank has `read` from files and `written` since it began."""
+        """Return the bytes that this rank has moved between tiers since it was built.
+
+        `read` from files and `written`; `to_host` and `from_host`, what would go between a device
+        and the host: gradients, and weights (ZeRO-Offload, section 4.1). On CPU ranks both are one
+        memory, and nothing is copied.
+        """
         self.synchronize()
-        return self._offload.moved._asdict()
+        file, host = (self._offload.moved[tier] for tier in ("file", "host"))
+        return {**file._asdict(), "to_host": host.written, "from_host": host.read}
 
     def memory_formula(self) -> dict[str, Any]:
         """Return what `sizing.memory_formula` foretells for this engine, and the same by tier."""
@@ -740,6 +746,7 @@ class Engine:
         pending = [bucket for bucket in self._runtime.buckets if bucket.pending]
         if pending:
             self.synchronize()
+            self._runtime.outdate()
             for bucket in pending:
                 bucket.take_over()
             self._publish()
@@ -755,11 +762,13 @@ class Engine:
         publishing = [bucket.publish() for bucket in buckets]
         if any(bucket.on_node for bucket in buckets):
             publishing.append(self.world.gathers.meet("new weights"))  # before anybody reads them
-        with self.world.timeline.wait("new weights", "publish"):
-            for future in publishing:
-                if future is not None:
-                    future.result()
-        self._optimizer.join()
+        try:
+            with self.world.timeline.wait("new weights", "publish"):
+                for future in publishing:
+                    if future is not None:
+                        future.result()
+        finally:
+            self._optimizer.join()  # where it has failed, that is the reason
 
     def synchronize(self) -> None:
         """Wait until the last step's update is complete; local. Every other method does so itself.

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 STATES = ("params", "grads", "states", "buffers")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+MOVES = {
+    "read": "read from files",
+    "written": "written to files",
+    "to_host": "to the host",
+    "from_host": "from the host",
+}
+"""What the keys of `Engine.io` are called in tables."""
 
 
 class Step(NamedTuple):
@@ -425,13 +432,14 @@ def _print_tiers(summary: dict[str, Any]) -> None:
             for state in STATES[:-1]
         ],
     )
-    if summary["io_minimum"]["read"] or summary["io_minimum"]["written"]:
+    ways = {way: nbytes for way, nbytes in summary["io_minimum"].items() if nbytes}
+    if ways:
         show_table(
-            "Files of rank 0, a step",
+            "Moved by rank 0, a step",
             ["MB", "measured", "minimum"],
             [
-                (way, _megabytes(summary["io"][way]), _megabytes(summary["io_minimum"][way]))
-                for way in ("read", "written")
+                (MOVES[way], _megabytes(summary["io"][way]), _megabytes(least))
+                for way, least in ways.items()
             ],
         )
 

@@ -76,8 +76,8 @@ def per_element(
     if not trainable:
         return PerElement(item_bytes, 0, 0)
     grads = grad_bytes or (4 if accumulation > 1 else item_bytes)
-    master = 0 if item_bytes == 4 else 4
-    return PerElement(item_bytes, grads, master + 8)
+    master, moment = (4, 4) if item_bytes < 4 else (0, item_bytes)
+    return PerElement(item_bytes, grads, master + 2 * moment)
 
 
 def state_bytes(
@@ -160,14 +160,19 @@ def moving_bytes(
     """
     parts, grads = [], []
     for shape in shapes:
-        each = _in_files(shape, accumulation, on)
+        each = _kept_on("file", shape, accumulation, on)
         shard = -(-shape.padded // world)
-        parts += [sum(each) * min(STREAMED, shard - start) for start in range(0, shard, STREAMED)]
+        # What is wholly in memory is updated at once.
+        size = STREAMED if any(each) else max(shard, 1)
+        if shape.trainable:
+            parts += [sum(each) * min(size, shard - start) for start in range(0, shard, size)]
         grads.append(each.grads * shard)
+    # Where gradients add up, those that wait for their reduction are here too.
+    ahead = sum(sorted(grads)[-PREFETCHED - 2 :]) if accumulation > 1 else max(grads, default=0)
     width = AHEAD + 1 + BEHIND
     update = max((sum(parts[at : at + width]) for at in range(len(parts))), default=0)
     gathered = _root_and_largest(shapes) // world if on.get("params") == "file" else 0
-    return gathered + max(update, min(sum(grads), BACKLOG + max(grads, default=0)))
+    return gathered + max(update, min(sum(grads), BACKLOG + ahead))
 
 
 def by_tier(
@@ -199,10 +204,13 @@ def io_minimum(
     backwards: int,
     on: Mapping[str, str],
 ) -> dict[str, int]:
-    """Return the bytes that a rank has to read from files and to write in a step, padding apart.
+    """Return the bytes that a rank has to move between tiers in a step, padding apart.
 
-    States come and go once. Gradients go after each backward, and come before the next one and for
-    the update. Parameters come before each forward and each backward, and go after the update.
+    Files: states come and go once. Gradients go after each backward, and come before the next one
+    and for the update. Parameters come before each forward and each backward, those that stay
+    gathered once, and go after the update. The host: gradients go there after each backward, or for
+    the update if only states are there; then the new weights come back. Weights that are kept there
+    come for each use.
 
     Args:
         shapes: of the buckets.
@@ -211,17 +219,22 @@ def io_minimum(
         backwards: backward passes of a step in which gradients are reduced.
         on: the tier of params, grads and states.
     """
-    read = written = 0
+    read = written = to_host = from_host = 0
     for shape in shapes:
         shard = -(-shape.numel // world)
-        each = _in_files(shape, accumulation, on)
+        each = _kept_on("file", shape, accumulation, on)
         # The update of what is its own master weight reads that too.
         before_update = shape.trainable and shape.item_bytes >= 4
+        uses = int(shape.trainable) if shape.persistent else 2 * backwards
         read += shard * (
-            each.states + backwards * each.grads + (2 * backwards + before_update) * each.params
+            each.states + backwards * each.grads + (uses + before_update) * each.params
         )
         written += shard * (each.states + backwards * each.grads + shape.trainable * each.params)
-    return {"read": read, "written": written}
+        host, device = (_kept_on(tier, shape, accumulation, on) for tier in ("host", "device"))
+        updates = host.states > 0
+        to_host += shard * (backwards * host.grads + updates * device.grads)
+        from_host += shard * (uses * host.params + updates * device.params)
+    return {"read": read, "written": written, "to_host": to_host, "from_host": from_host}
 
 
 def traffic_multiples(
@@ -254,11 +267,13 @@ def traffic_multiples(
     }[stage]
 
 
-def _in_files(shape: BucketShape, accumulation: int, on: Mapping[str, str]) -> PerElement:
-    """Return the bytes per element of what is kept in files, 0 for what isn't."""
+def _kept_on(tier: str, shape: BucketShape, accumulation: int, on: Mapping[str, str]) -> PerElement:
+    """Return the bytes per element of what a tier keeps, 0 for what it doesn't."""
     each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
-    filed = {kind: nbytes * (on.get(kind) == "file") for kind, nbytes in each._asdict().items()}
-    return PerElement(**filed | {"states": filed["states"] * (not shape.states_stay)})
+    where = {**on, "states": "device"} if shape.states_stay else on
+    return PerElement(
+        *(nbytes * (where.get(kind, "device") == tier) for kind, nbytes in each._asdict().items())
+    )
 
 
 def _states(

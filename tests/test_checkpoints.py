@@ -191,8 +191,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        pytest.param(kind, stages, marks=[] if stages == fast else pytest.mark.slow)
+        for kind, fast in zip(OPTIMIZERS, [(0, 3), (2, 1)] * 3, strict=True)
+        for stages in ((0, 3), (2, 1))
+    ],
+)
 def test_any_optimizer_goes_on_at_another_stage(
     kind: str, stages: tuple[int, int], folder: Path
 ) -> None:

@@ -331,10 +331,11 @@ def test_offloading_changes_places_and_no_loss(
         assert where == {kind: summary["memory"][kind] for kind in STATES[:3]}
         told = capsys.readouterr().out
         assert ("States of rank 0 by tier" in told) == (offload != "none")
-        assert ("Files of rank 0" in told) == (offload == "file")
+        assert ("Moved by rank 0" in told) == (offload != "none")
         for way, least in summary["io_minimum"].items():
             assert 0 <= summary["io"][way] - least < 4096 * 100
-            assert (least > 0) == (offload == "file")
+            assert (least > 0) == (offload == ("host" if "host" in way else "file"))
+            assert (report.MOVES[way] in told) == (least > 0)
     assert found["none"] == found["host"] == found["file"]
     assert not list((tmp_path / "file" / "offload").iterdir())
 

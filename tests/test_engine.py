@@ -452,7 +452,12 @@ def test_memory_is_the_formula(
 
 @pytest.mark.parametrize(
     ("accumulation", "backwards"),
-    [(1, 1), (2, 1), (1, 3), pytest.param(2, 3, marks=pytest.mark.slow)],
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, 1),
+        (1, 3),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -497,6 +502,7 @@ def private_bytes() -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
+@pytest.mark.slow
 def test_two_thousand_steps_keep_memory_flat() -> None:
     engine = hpczero.Engine(Squared(nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 3))), config(3))
     steps = 2000 if SIZE <= 2 else 80  # four ranks on two cores take their time
@@ -566,7 +572,7 @@ def test_gathered_parameters(stage: int, node_memory: bool, dtype: str) -> None:
     assert engine.world.mean(mine) == pytest.approx(mine, rel=1e-6)
 
 
-@pytest.mark.parametrize("node_memory", [True, False])
+@pytest.mark.parametrize("node_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_that_is_dropped_is_gone(stage: int, node_memory: bool) -> None:
     settings = {**config(stage, accumulation=2), "node_memory": node_memory}

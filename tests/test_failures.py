@@ -180,9 +180,10 @@ for warm in (0, 2):
     assert job(2, CASES + body).returncode == 0
 
 
-def test_different_micro_steps_are_named(job: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_different_micro_steps_are_named(stages: tuple[int, int], job: Callable[..., Job]) -> None:
     body = """
-for stage in range(4):
+for stage in STAGES:
     for accumulation in (1, 2):
         cases = [mean_alone, extra_backward]
         if accumulation == 1:
@@ -196,7 +197,7 @@ for stage in range(4):
         for case in cases:
             differ(case, stage, accumulation)
 """
-    assert job(2, CASES + body).returncode == 0
+    assert job(2, CASES + body.replace("STAGES", str(stages))).returncode == 0
 
 
 def test_different_branches_at_stages_0_to_2_are_zero_gradients(job: Callable[..., Job]) -> None:
@@ -292,11 +293,9 @@ if rank == 1:
 @pytest.mark.parametrize(
     ("stage", "accumulation"),
     [
-        (0, 1),
-        (1, 2),
-        (2, 1),
-        (3, 2),
-        *(pytest.param(s, a, marks=pytest.mark.slow) for s in range(4) for a in (1, 2)),
+        pytest.param(s, a, marks=[] if (s, a) in {(0, 1), (3, 2)} else pytest.mark.slow)
+        for s in range(4)
+        for a in (1, 2)
     ],
 )
 def test_rank_that_ends_early_is_named(
@@ -376,11 +375,11 @@ def on_rank_1(body: str, stage: int) -> str:
     ("where", "stage", "n"),
     [
         ("forward", 3, 2),
-        ("forward hook", 1, 2),
-        ("backward hook", 3, 3),
+        pytest.param("forward hook", 1, 2, marks=pytest.mark.slow),
+        pytest.param("backward hook", 3, 3, marks=pytest.mark.slow),
         ("gradient hook", 2, 2),
         ("loader thread", 3, 2),
-        ("between", 0, 2),
+        pytest.param("between", 0, 2, marks=pytest.mark.slow),
     ],
 )
 def test_exception_on_one_rank_ends_all(
@@ -392,7 +391,7 @@ def test_exception_on_one_rank_ends_all(
     assert where == "loader thread" or "at step 3" in done.stdout
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_an_extra_step_between_micro_steps_ends_all(stage: int, job: Callable[..., Job]) -> None:
     done = job(
         2,

@@ -39,9 +39,16 @@ one_node = pytest.mark.skipif(
 )
 
 
+SLOW = pytest.mark.slow
+PRECISIONS = [
+    ("fp32", 1),
+    ("bf16", 2),
+    *(pytest.param(dtype, number, marks=SLOW) for dtype, number in (("fp32", 2), ("bf16", 1))),
+]
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "accumulation"), PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_changes_no_bit(stage: int, dtype: str, accumulation: int) -> None:
     settings = config(stage, dtype, accumulation, clip=0.05)
@@ -51,9 +58,6 @@ def test_it_changes_no_bit(stage: int, dtype: str, accumulation: int) -> None:
         sent = [run.engine.traffic()["by_purpose"]["gradients"]["sent"] for run in runs]
         assert sent[0] == 0
         assert (sent[1] > 0) == (SIZE > 1)
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.mpi(min_size=2)
@@ -172,8 +176,7 @@ def over_nodes(dtype: str = "fp32", **more: int) -> dict[str, Any]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("per_node", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("dtype", "accumulation"), PRECISIONS)
 def test_parameters_may_be_sharded_over_the_node(
     accumulation: int,
     dtype: str,

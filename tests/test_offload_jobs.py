@@ -111,6 +111,22 @@ def test_a_program_may_end_right_after_a_step(tmp_path: Path, params: str) -> No
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("later", ["", pytest.param("time.sleep(1)", marks=pytest.mark.slow)])
+def test_the_last_update_fails(tmp_path: Path, later: str, n: int) -> None:
+    """Nobody would wait for it any more: neither where it still goes on nor where it has ended."""
+    done = run(
+        tmp_path,
+        "engine = engine_of('none'); train(engine, 2); engine.synchronize()\n"
+        "if rank == size - 1: failing(os.pwritev, 'pwritev', 0)\n"
+        f"train(engine, 1)\n{later}",
+        n=n,
+    )
+    assert done.returncode != 0
+    assert re.search(rf"hpczero: rank {n - 1} of {n} .*failed", done.stdout), done.stdout
+    assert "writing '" in done.stdout
+
+
 def test_a_disk_that_is_too_small_is_said_by_all(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -272,15 +272,10 @@ def torture(seeds: Iterable[int], say: Callable[[str], None] = print) -> None:
     assert any(met)
 
 
-@pytest.mark.timeout(600)
-def test_killed_runs_go_on() -> None:
-    torture([0])  # one that is aimed at a save, at stage 3 on 3 ranks
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_more_killed_runs_go_on() -> None:
-    torture([1, 6, *range(1000, 1018)])
+def test_killed_runs_go_on() -> None:
+    torture([0, 1, 6, *range(1000, 1018)])
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ THREADS = 3
 
 log = logging.getLogger("hpczero")
 
+_PLACES: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_LEAKED: list[mmap.mmap] = []
+# A forked child has other things at these addresses, which it must not unmap.
+os.register_at_fork(after_in_child=lambda: _LEAKED.extend(_PLACES))
+
 _NORESERVE = 0x4000  # Linux's; the module mmap has it since Python 3.13
 
 
@@ -230,6 +235,7 @@ class FileArray(Array):
         self._place = mmap.mmap(-1, nbytes, flags=kind)
         # A forked child, a loader's worker say, must neither keep pages nor share those of I/O.
         self._place.madvise(mmap.MADV_DONTFORK)
+        _PLACES.add(self._place)
         with contextlib.suppress(OSError):
             self._place.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._place)
@@ -338,10 +344,9 @@ class FileArray(Array):
     def _bytes(self, start: int, stop: int | None) -> tuple[int, int]:
         numel = self.tensor.numel()
         stop = numel if stop is None else stop
-        lo = start * self._item
-        hi = len(self._memory) if stop == numel else stop * self._item
-        assert lo % BLOCK == 0 and hi % BLOCK == 0, f"{self._name}: cut at {start}, {stop}"
-        return lo, hi
+        ends = stop == numel
+        assert start % CUT == 0 and (ends or stop % CUT == 0), f"{self._name}: {start}, {stop}"
+        return start * self._item, len(self._memory) if ends else stop * self._item
 
     def _remember(self, lo: int, hi: int, writing: Future[None]) -> None:
         """Let who reads bytes wait until they are written."""

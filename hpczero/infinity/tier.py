@@ -160,7 +160,7 @@ class Part(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Count bytes that went between memory and a tier."""
+    """Count bytes that went between a tier and where they are used: a file and memory, say."""
 
     read: int
     written: int
@@ -172,6 +172,10 @@ class Tier(Protocol):
     @property
     def name(self) -> TierName:
         """Return what it is to the accounts."""
+
+    @property
+    def moved(self) -> Moved:
+        """Return the bytes that went from and to it."""
 
     def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Array:
         """Return a new array of zeros."""
@@ -186,6 +190,12 @@ class Memory:
 
     def __init__(self, name: TierName) -> None:
         self.name: TierName = name
+        self.moved = Moved(0, 0)
+        """What its user has said: nothing is copied here."""
+
+    def count(self, read: int = 0, written: int = 0) -> None:
+        """Count bytes that are read by the device, or written by it, where this is the host's."""
+        self.moved = Moved(self.moved.read + read, self.moved.written + written)
 
     def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Array:
         """Return a new array of zeros, whose memory is taken as it is written."""

@@ -39,10 +39,14 @@ class Workers:
         self._queue.put(_Work(do, future))
         return future
 
-    def close(self) -> None:
-        """End the threads when all is done, and wait for that, unless one of them calls."""
+    def end(self) -> None:
+        """End the threads when all is done."""
         for _ in self._threads:
             self._queue.put(None)
+
+    def close(self) -> None:
+        """End the threads when all is done, and wait for that, unless one of them calls."""
+        self.end()
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 thread.join()

@@ -16,7 +16,7 @@ from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
 from hpczero.gpu.reference import sum_of_squares
 from hpczero.infinity.stream import Use
-from hpczero.infinity.tier import Array, Part, Tier, done, until
+from hpczero.infinity.tier import Array, Memory, Part, Tier, done, until
 from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.grouping import Group
 from hpczero.partition.initial import Initial
@@ -307,6 +307,7 @@ class Bucket:
             self._allocated = True
             self._ledger.add("buffers", self._full_bytes // self.gatherers)
         self._gathers += 1
+        self._count("params", read=self.shard.nbytes)
         self._ready = self._world.gathers.all_gather(
             cargo, self.full, self.shard, within=self._stored.coming(self.updated)
         )
@@ -450,6 +451,7 @@ class Bucket:
             local[start:stop].zero_()
         cargo = self._cargo("gradients", local.dtype)
         courier, add = self._world.reductions, self.reduced
+        self._count("grads", written=self.own_gradient.nbytes)
         if self._everywhere:
             job = courier.all_reduce(cargo, local, self.grads, divisor=self._divisor, add=add)
         else:
@@ -493,6 +495,12 @@ class Bucket:
         lo = self.span[0] - self._grads_lo
         return self.collect(self._grads.values(lo, lo + self.master.numel()), purpose)
 
+    def _count(self, kind: State, read: int = 0, written: int = 0) -> None:
+        """Count what goes between the device and the host; files count what goes to them."""
+        tier = self._tiers[kind]
+        if isinstance(tier, Memory):
+            tier.count(read, written)
+
     def end_step(self) -> None:
         """Forget the gradient that was used."""
         self.reduced = False
@@ -527,6 +535,16 @@ class Bucket:
         states = dict(self._states)
         target = self._weights if self._staged is None else self._staged
         return Task(self, self._grads, offset, self._master, states, target)
+
+    def count_update(self) -> None:
+        """Count what an update on the host is brought from the device, and brings back."""
+        if self.states_on == "host":
+            on_device = {kind: tier.name == "device" for kind, tier in self._tiers.items()}
+            self._count(
+                "states",
+                read=self.weights.nbytes * on_device["params"],
+                written=self.gradient.nbytes * on_device["grads"],
+            )
 
     def flip(self) -> None:
         """Leave the gradient to the update that goes on; the next one is reduced beside it."""

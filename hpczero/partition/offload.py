@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from hpczero.config import Config, Device
 from hpczero.infinity.tier import Memory, Moved, Tier
 from hpczero.partition.arena import Ledger
 from hpczero.partition.bucket import Tiers
-from hpczero.partition.grouping import Group
+from hpczero.partition.grouping import Group, group
 from hpczero.plan import Plan, Scope, TierName
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class Offload:
     """Make the tiers that a config asks for; all ranks call. Costs an exchange of a few bytes.
 
     Raises:
-        OSError: on all ranks, if one can't write its folder, or ranks need more room than a disk
-            has; names the rank, the folder and the bytes.
+        OSError: on all ranks, if one can't write its folder, or the ranks of a host need more room
+            than its disk has; names the rank, the folder and the bytes.
     """
 
     def __init__(self, config: Config, model: nn.Module, world: World, ledger: Ledger) -> None:
@@ -48,7 +48,7 @@ class Offload:
             }
         except OSError as error:
             failure = error
-        needed = {} if failure else self._needed(config, model.parameters(), world.size)
+        needed = {} if failure else self._needed(config, group(model), world.size)
         self._agree(world, failure, needed)
 
     def _tier(self, device: Device, path: str | None) -> Tier:
@@ -72,21 +72,26 @@ class Offload:
             )
         return self._files[path]
 
-    def _needed(self, config: Config, params: Iterable[nn.Parameter], world: int) -> dict[str, int]:
+    def _needed(self, config: Config, groups: Sequence[Group], world: int) -> dict[str, int]:
         """Return the bytes that this rank will keep in each folder, about."""
         needed = dict.fromkeys(self._files, 0)
         half = config.compute != "fp32"
         asked = config.data_types.grad_accum_dtype
         grads = None if asked is None else 4 if asked == "fp32" else 2
-        for parameter in params:
-            item = 2 if half and parameter.is_floating_point() else parameter.element_size()
-            each = sizing.per_element(item, parameter.requires_grad, config.accumulation, grads)
-            for kind, tier in self._tiers.items():
-                part = self._zero.offload_optimizer.ratio if kind == "states" else 1
-                for path, file in self._files.items():
-                    if tier is file:
-                        nbytes = each._asdict()[kind] * -(-parameter.numel() // world)
-                        needed[path] += int(part * nbytes)
+        delayed = self._zero.offload_optimizer.delayed_update.enabled
+        staged = "params" if half and self._zero.stage == 3 else "states"
+        for part, tiers in zip(groups, self.tiers(groups), strict=True):
+            for _, parameter in part.parameters:
+                item = 2 if half and parameter.is_floating_point() else parameter.element_size()
+                trained = parameter.requires_grad
+                each = sizing.per_element(item, trained, config.accumulation, grads)._asdict()
+                if delayed and trained:
+                    each["grads"] *= 2
+                    each[staged] += each["params"]
+                for kind, tier in tiers.items():
+                    for path, file in self._files.items():
+                        if tier is file:
+                            needed[path] += each[kind] * -(-parameter.numel() // world)
         return needed
 
     def _agree(self, world: World, failure: OSError | None, needed: dict[str, int]) -> None:
@@ -116,8 +121,8 @@ class Offload:
 
         Those of the first groups: they are updated first, and the next forward begins with them.
         """
-        sizes = [sum(parameter.numel() for _, parameter in group.parameters) for group in groups]
-        trained = [group.parameters[0][1].requires_grad for group in groups]
+        sizes = [sum(parameter.numel() for _, parameter in part.parameters) for part in groups]
+        trained = [part.parameters[0][1].requires_grad for part in groups]
         room = (1 - self._zero.offload_optimizer.ratio) * sum(map(operator.mul, sizes, trained))
         found: list[Tiers] = []
         for size, trains in zip(sizes, trained, strict=True):
@@ -151,11 +156,17 @@ class Offload:
         self._before = self._all_moved()
 
     @property
-    def moved(self) -> Moved:
-        """Return the bytes that went from and to files since all was built."""
+    def moved(self) -> dict[TierName, Moved]:
+        """Return the bytes that went from and to files, and the host, since all was built."""
         now, before = self._all_moved(), self._before
-        return Moved(now.read - before.read, now.written - before.written)
+        return {
+            tier: Moved(*map(operator.sub, now[tier], before[tier])) for tier in ("file", "host")
+        }
 
-    def _all_moved(self) -> Moved:
-        moved = [file.moved for file in self._files.values()]
-        return Moved(sum(each.read for each in moved), sum(each.written for each in moved))
+    def _all_moved(self) -> dict[TierName, Moved]:
+        tiers = {id(tier): tier for tier in self._tiers.values()}.values()
+        moved: dict[TierName, Moved] = {}
+        for name in ("file", "host"):
+            each = [tier.moved for tier in tiers if tier.name == name]
+            moved[name] = Moved(sum(m.read for m in each), sum(m.written for m in each))
+        return moved

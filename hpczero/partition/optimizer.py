@@ -94,7 +94,6 @@ class ShardedOptimizer:
             if eager:  # Adagrad, say, makes its states when it is made
                 twin = _like(type(optimizer), optimizer.defaults, optimizer.param_groups)
                 optimizer.state = twin.state
-                self._buckets[0].account_states(self._state_bytes())
         else:
             self.inner = optimizer(
                 [{**group, "params": params} for group, params in zip(groups, masters, strict=True)]
@@ -107,6 +106,9 @@ class ShardedOptimizer:
         self._segments = self._refine([segment for _, segment in made])
         self._by_master = {id(segment.master): segment for segment in self._segments}
         self._refuse_unless_streamed()
+        self._accounted = dict.fromkeys(self._buckets, 0)
+        """Bytes of the states that torch's optimizer has made."""
+        self._account()
         if self._ours:
             for segment in self._segments:
                 self.inner.state[segment.master] = {
@@ -182,6 +184,8 @@ class ShardedOptimizer:
         `streams`, it goes on in a thread; each bucket says when it is `updated`.
         """
         self.steps += 1
+        for bucket in self._buckets:
+            bucket.count_update()
         if self._ours:
             tile_size = min(TILE, self._limit or TILE)
             owned = [
@@ -210,7 +214,7 @@ class ShardedOptimizer:
                 if bucket.weights.data_ptr() != bucket.master.data_ptr():
                     segment.of(bucket.weights).copy_(segment.master.detach())
         if known != len(self.inner.state):  # torch makes states at the first step
-            self._buckets[0].account_states(self._state_bytes())
+            self._account()
 
     def full_state(self) -> dict[str, dict[str, Any]]:
         """Return each parameter's state, whole, on rank 0, {} elsewhere; all ranks call.
@@ -265,7 +269,6 @@ class ShardedOptimizer:
             saved: by parameter name; others keep the states that they have.
             read: returns elements [start, stop) of a kind of a parameter.
         """
-        known = 0 if self._ours else self._state_bytes()
         restored: list[Segment] = []
         for bucket in self._buckets:
             segments = [segment for segment in self._segments if segment.bucket is bucket]
@@ -273,8 +276,7 @@ class ShardedOptimizer:
                 restored += states.restore(self.inner, segments, saved, read)
         self._segments = restored
         self._by_master = {id(segment.master): segment for segment in self._segments}
-        if not self._ours:
-            self._buckets[0].account_states(self._state_bytes() - known)
+        self._account()
 
     def _adam(
         self, owned: Sequence[tuple[Segment, Mapping[str, Any]]], scale: float, tile_size: int
@@ -309,20 +311,28 @@ class ShardedOptimizer:
         self._updater.begin(update)
 
     def _refuse_unless_streamed(self) -> None:
-        if (self.streams or self.staged) and (not self._ours or isinstance(self.inner, Lamb)):
+        elsewhere = any(bucket.states_on == "file" for bucket in self._buckets)
+        moves = elsewhere or self.streams or self.staged
+        if moves and (not self._ours or isinstance(self.inner, Lamb)):
             raise ValueError(
                 "expected Adam or AdamW, which update in parts and in a thread of their own, found "
                 f"{type(self.inner).__name__}: use one of them, or keep its states in memory and "
                 "its updates undelayed"
             )
 
-    def _state_bytes(self) -> int:
-        return sum(
-            value.numel() * value.element_size()
-            for state in self.inner.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+    def _account(self) -> None:
+        """Account what torch's optimizer has made; ours lies in the buckets, which do so."""
+        if self._ours:
+            return
+        found = dict.fromkeys(self._buckets, 0)
+        for segment in self._segments:
+            state = self.inner.state.get(segment.master, {})
+            found[segment.bucket] += sum(
+                value.nbytes for value in state.values() if isinstance(value, torch.Tensor)
+            )
+        for bucket, nbytes in found.items():
+            bucket.account_states(nbytes - self._accounted[bucket])
+        self._accounted = found
 
 
 def clip_scale(norm: float, limit: float) -> float:

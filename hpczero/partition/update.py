@@ -92,10 +92,11 @@ class Updater:
         """Let an update go on in the thread; the last one is complete."""
         if self._worker is None:
             self._worker = Workers(1, "hpczero-update")
-            weakref.finalize(self, self._worker.close).atexit = False
+            # Not `close`: whoever collects this may be a thread that the update waits for.
+            weakref.finalize(self, self._worker.end).atexit = False
         self._last = self._worker.submit(update.run_and_tell)
-        _GOING_ON.add(self._last)
-        self._last.add_done_callback(_GOING_ON.discard)
+        _UNHEARD.add(self._last)
+        self._last.add_done_callback(_forget)
 
     def join(self) -> None:
         """Wait until the last update is complete.
@@ -103,7 +104,11 @@ class Updater:
         Raises:
             OSError: a file can't be read or written.
         """
-        self._last.result()
+        try:
+            self._last.result()
+        except Exception:
+            _UNHEARD.discard(self._last)  # the caller hears of it
+            raise
 
 
 def part_size(limit: int | None) -> int:
@@ -111,13 +116,22 @@ def part_size(limit: int | None) -> int:
     return max(CUT, min(limit or STREAMED, STREAMED) // CUT * CUT)
 
 
-_GOING_ON: set[Future[None]] = set()
+_UNHEARD: set[Future[None]] = set()
+"""Updates that go on, or have failed and nobody knows."""
+
+
+def _forget(update: Future[None]) -> None:
+    if update.exception() is None:
+        _UNHEARD.discard(update)
 
 
 def _join_all() -> None:
     """End what updates go on, before this rank parts from others that wait for them."""
-    for update in list(_GOING_ON):
-        update.result()
+    try:
+        for update in list(_UNHEARD):
+            update.result()
+    except BaseException as error:
+        watch.fail_with(error, error.__traceback__, "failed")
 
 
 watch.at_exit(_join_all)

@@ -126,6 +126,7 @@ for name, form, limit in [
 """
 
 
+@pytest.mark.slow
 def test_memory_is_constant(tmp_path: Path) -> None:
     # Tensors of 32 MiB and of 256 MiB, which take the same memory.
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}:{environment({})['PYTHONPATH']}"}

@@ -59,7 +59,7 @@ def hang(ranks: int, body: str) -> Job:
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
-        pytest.param(h, s, marks=[] if s == 3 and h != "in a loop" else pytest.mark.slow)
+        pytest.param(h, s, marks=[] if (h, s) == ("asleep", 3) else pytest.mark.slow)
         for h in STUCK
         for s in (0, 3)
     ],

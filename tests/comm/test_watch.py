@@ -212,7 +212,7 @@ def test_failing_exit_ends_all_ranks(name: str, rank_1: Callable[..., Job]) -> N
         assert name != "sys.exit(text)" or "this is it" in done.stdout.splitlines()[at + 1 :]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KILLS)
 def test_signal_ends_all_ranks(name: str, n: int, rank_1: Callable[..., Job]) -> None:
     done = rank_1(n, KILLS[name])
