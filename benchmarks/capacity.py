@@ -3,7 +3,8 @@
     python -m benchmarks.capacity --out capacity.json       # make capacity
 
 Models differ in their number of layers only. Two small ones tell how the peak PSS of a rank grows,
-and so the largest that should fit; that one is trained, and must fit, else smaller ones are tried.
+and so the largest that should fit; that one is trained, and tells whether to try larger or smaller
+ones.
 What a rank needs while it builds the model counts for ours, and not for the others, who make all of
 it on every rank. PSS leaves out the system's cache of files: ours go past it where they can.
 """
@@ -25,7 +26,7 @@ from benchmarks.step import available
 SMALL = (2, 6)
 """Layers of the models that tell how memory grows."""
 
-LR = 1e-5
+LR = 3e-7
 """Small enough for the first steps of the widest and deepest, without a warm-up."""
 
 NAMES = ("DDP", "FSDP2, resharded", "DeepSpeed 3", "hpczero 1", "hpczero 3", *OFFLOADED)
@@ -58,16 +59,20 @@ class Search:
         return {**found, "at_most": self.most, "tries": self.tries}
 
     def _search(self) -> dict[str, Any] | None:
-        small = [self._try(layers) for layers in SMALL]
-        each = max(1, (small[1]["peak"] - small[0]["peak"]) / (SMALL[1] - SMALL[0]))
-        layers = int(SMALL[1] + (self.limit - small[1]["peak"]) / each)
-        while layers >= 1:
-            layers = min(layers, self.most)
-            found = self._try(layers)
-            if found["peak"] <= self.limit:
-                return found
-            layers = min(layers - 1, int(layers - (found["peak"] - self.limit) / each))
-        return None
+        before, last = (self._try(layers) for layers in SMALL)
+        best, too_many = None, self.most + 1
+        while True:
+            more = last["layers"] - before["layers"]
+            each = max(1, (last["peak"] - before["peak"]) / more)
+            layers = int(last["layers"] + (self.limit - last["peak"]) / each)
+            layers = min(layers, too_many - 1)
+            if layers < 1 or layers == last["layers"] or (best and layers <= best["layers"]):
+                return best
+            before, last = last, self._try(layers)
+            if last["peak"] > self.limit:
+                too_many = layers
+            else:
+                best = last
 
     def _try(self, layers: int) -> dict[str, Any]:
         for known in self.tries:

@@ -173,7 +173,8 @@ class Engine:
         replicated and states are not, the all-gather of the new weights.
 
         Raises:
-            RuntimeError: no `engine.backward` in this micro-step, or a bare `loss.backward()`.
+            RuntimeError: no `engine.backward` in this micro-step, or a bare `loss.backward()`, or
+                one that was broken off by an exception.
             Disagreement: the ranks ran different modules or numbers of micro-steps.
             CheckpointError: an asynchronous save failed; this step is complete all the same.
         """
@@ -599,6 +600,7 @@ class Engine:
     def traffic(self) -> dict[str, Any]:
         """Return calls, bytes, multiples of the model and bytes sent in the last step.
 
+        Of all engines of the communicator since one of them ended a step.
         Also by purpose and by collective. `bytes` are logical (full vectors, an all-reduce twice),
         `sent` are those that MPI moved, per rank.
         """
@@ -688,6 +690,7 @@ class Engine:
         return "node"
 
     def _check_backward(self) -> None:
+        self._runtime.check_whole()
         stray = self._runtime.stray
         if stray is not None:
             raise RuntimeError(

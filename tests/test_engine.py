@@ -20,6 +20,7 @@ import hpczero
 from hpczero import sizing
 from hpczero.comm import collectives
 from hpczero.comm.world import World
+from hpczero.partition import hooks
 from hpczero.partition.bucket import Bucket
 
 pytestmark = pytest.mark.mpi
@@ -570,6 +571,36 @@ def test_gathered_parameters(stage: int, node_memory: bool, dtype: str) -> None:
     with hpczero.GatheredParameters(engine.module):
         mine = weight.detach().float().sum().item()
     assert engine.world.mean(mine) == pytest.approx(mine, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_broke_off_is_not_gone_on_with(stage: int) -> None:
+    """Some of its gradients are reduced, some wait: added to the next, they would be wrong."""
+    engine = hpczero.Engine(TinyLM(), config(stage))
+
+    def fail(_: object) -> None:
+        raise ValueError("out of memory, say")
+
+    handle = engine.module.blocks[1].up.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="out of memory"):
+        engine.backward(engine(tokens(RANK)))
+    handle.remove()
+    with pytest.raises(RuntimeError, match="broken off by an exception"):
+        engine.step()
+    loss = engine(tokens(RANK))
+    with pytest.raises(RuntimeError, match="broken off by an exception"):
+        engine.backward(loss)
+
+
+def test_a_program_that_never_steps_keeps_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "MOST_USES", 10)
+    engine = hpczero.Engine(TinyLM(), config(3))
+    with torch.no_grad():
+        for _ in range(20):
+            engine(tokens(0))
+    assert len(engine._runtime.uses) <= 10
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
 
 
 @pytest.mark.parametrize("node_memory", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -134,15 +134,24 @@ class Courier:
         self._thread.start()
 
     @property
+    def closed(self) -> bool:
+        """Tell whether this rank has taken leave."""
+        return self._closed
+
+    @property
     def failure(self) -> BaseException | None:
         """Return the error that broke this Courier."""
         return self._fate.error
 
     @property
     def busy(self) -> tuple[str, float]:
-        """Return which collective is under way, and for how many seconds; ("", 0) if none is."""
+        """Return which collective is under way, and for how many seconds; ("", 0) if none is.
+
+        Those count that must end: not what was under way when this broke, as others won't come to
+        it, nor the leave at the end of the program, where rank 0 may write results for long.
+        """
         at = self._at
-        if at is None:
+        if at is None or self.failure is not None or at[0].collective == GOODBYE:
             return "", 0.0
         return f"{self._number} of the {self.name}: {at[0]}", time.monotonic() - at[1]
 
@@ -306,8 +315,9 @@ class Courier:
             future: Future[None] = Future()
             future.set_result(None)
             return future
+        leave = self._submit(Signature(GOODBYE, self.name, 0, ""), lambda _: None)
         self._closed = True
-        return self._submit(Signature(GOODBYE, self.name, 0, ""), lambda _: None)
+        return leave
 
     def _carry(
         self,
@@ -362,6 +372,11 @@ class Courier:
         within: Within = _ANYWHERE,
         cause: str = "",
     ) -> Future[Any]:
+        if self._closed:
+            raise RuntimeError(
+                f"{signature} after this rank has taken leave of the others: call it before "
+                "world.close() and before the program's end"
+            )
         job = _Job(signature, run, Future(), places, within, cause)
         self._fate.watch(job.future)
         self._queue.put(job)

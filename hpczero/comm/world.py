@@ -110,7 +110,7 @@ class World:
         """Return the World of a communicator, made at the first call (by all ranks together)."""
         comm = MPI.COMM_WORLD if comm is None else comm
         world = cast("World | None", comm.Get_attr(_KEYVAL))
-        if world is None or world.broken:
+        if world is None or world.broken or world.gathers.closed:
             world = cls(comm)
             comm.Set_attr(_KEYVAL, world)
         return world
@@ -212,10 +212,16 @@ watch.at_exit(lambda: _part(list(_OPEN)))
 
 def _part(worlds: list[World]) -> None:
     """Say goodbye in all queues of all worlds at once: the others may wait in any of them."""
+    for world in worlds:
+        error = world._fate.error
+        alone = error is not None and not isinstance(error, Disagreement) and world.size > 1
+        if alone and world.comm.Get_attr(_KEYVAL) is world:  # nor has a new one been made since
+            assert error is not None
+            watch.fail_with(error, error.__traceback__, "failed")
     leaving = [
         courier.goodbye()
         for world in worlds
-        if not world.broken  # else all ranks have learnt of it, and the queues no longer match
+        if not world.broken  # the queues no longer match
         for courier in world.couriers
     ]
     _OPEN.difference_update(worlds)

@@ -49,6 +49,9 @@ class Ledger:
 SLOTS = 2
 """Reductions in flight before the next slot waits for the oldest."""
 
+MOST_FREE = 16
+"""Buffers that are kept, several times as many as are in use where no rank is slow."""
+
 PATIENCE_SECONDS = 1.0
 
 
@@ -114,6 +117,9 @@ class Arena:
         done = [memory for future, memory in self._busy if future.done()]
         self._busy = [(future, memory) for future, memory in self._busy if not future.done()]
         self._free.extend(done)
+        self._free.sort(key=torch.Tensor.numel)
+        while len(self._free) > MOST_FREE:  # while another rank was slow
+            self._ledger.add("buffers", -self._free.pop(0).numel())
 
     def _drop_free(self) -> None:
         for memory in self._free:

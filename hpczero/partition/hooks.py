@@ -17,6 +17,7 @@ from hpczero.comm import watch
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
+from hpczero.partition.agreement import digest
 from hpczero.partition.bucket import Bucket
 from hpczero.partition.foresight import FURTHER, LEAST_NUMEL, MEASURED, Gauge, further
 from hpczero.partition.grouping import ROOT
@@ -25,6 +26,9 @@ from hpczero.partition.reducer import Reducer
 from hpczero.partition.schedule import Schedule
 from hpczero.partition.tensor import OWNERS
 from hpczero.sizing import PREFETCHED
+
+MOST_USES = 100_000
+"""Uses of gathered weights that are kept by name; a step has fewer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -267,7 +271,12 @@ class Runtime:
     # Backward #
 
     def begin_backward(self, reduces: bool) -> None:
-        """Prepare for gradients; `reduces` False only accumulates them on this rank."""
+        """Prepare for gradients; `reduces` False only accumulates them on this rank.
+
+        Raises:
+            RuntimeError: the last backward was broken off.
+        """
+        self.check_whole()
         self._active.clear()
         if self._gauge is not None:
             self._gauge.leave()
@@ -282,6 +291,18 @@ class Runtime:
         for unit in self.units:
             unit.visits = 0
         self.reducer.begin(reduces)
+
+    def check_whole(self) -> None:
+        """Refuse to go on with a part of a backward's gradients.
+
+        Raises:
+            RuntimeError: the last backward was broken off.
+        """
+        if self._in_backward:
+            raise RuntimeError(
+                "the last engine.backward() was broken off by an exception, and some of its "
+                "gradients are reduced already: build a new Engine, and load a checkpoint"
+            )
 
     def end_backward(self) -> None:
         """Post what is left of the gradients, and release everything."""
@@ -401,6 +422,8 @@ class Runtime:
         self._kept.pop(bucket, None)
         if kept or (bucket in self._used and not self._used[bucket]):
             self._used[bucket] = True
+            if len(self.uses) >= MOST_USES:  # a program that never steps
+                self.uses[:] = [f"{MOST_USES} uses {digest(self.uses).hex()}"]
             self.uses.append(f"{bucket.name} in {phase}")
 
     def _release(self, bucket: Bucket) -> None:

@@ -97,6 +97,29 @@ def test_a_rank_that_never_builds_an_engine() -> None:
     assert "rank 1 waited 2 s (HPCZERO_TIMEOUT) for all 2 ranks to build" in job.stdout
 
 
+def test_a_rank_may_be_busy_after_the_end() -> None:
+    """Rank 0 writes its results, and the others wait for it to leave."""
+    job = hang(2, "train(engine_of(3), 2)\nif rank == 0: time.sleep(5)\nprint('well')")
+    assert (job.returncode, job.stdout.count("well")) == (0, 2), job.stdout
+
+
+def test_what_was_under_way_when_ranks_disagreed_is_not_stuck() -> None:
+    """Rank 1 waits in a reduction to which rank 0 never comes; both have a new engine since."""
+    job = hang(
+        2,
+        "def stuck(): pass\n"
+        "engine = engine_of(1)\n"
+        "try:\n"
+        "    train(engine, 2) if rank else engine.full_state_dict()\n"
+        "except hpczero.Disagreement:\n"
+        "    engine = engine_of(1)\n"
+        "    until = engine.world.mean(time.time()) + 5\n"
+        "    while engine.world.mean(time.time()) < until: train(engine, 1)\n"
+        "    print('well')",
+    )
+    assert (job.returncode, job.stdout.count("well")) == (0, 2), job.stdout
+
+
 def test_slow_is_not_stuck() -> None:
     job = hang(2, "def stuck(): time.sleep(1)\ntrain(engine_of(3))\nprint('well', rank)")
     assert job.returncode == 0

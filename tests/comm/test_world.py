@@ -34,6 +34,20 @@ def test_world_is_made_once_per_communicator(world_comm: MPI.Intracomm) -> None:
     world.close()
 
 
+@pytest.mark.mpi
+def test_after_the_leave_nothing_is_carried_and_a_new_world_is_made(
+    world_comm: MPI.Intracomm,
+) -> None:
+    world = World.of(world_comm)
+    world.close()
+    with pytest.raises(RuntimeError, match=r"after this rank has taken leave"):
+        world.mean(1.0)
+    again = World.of(world_comm)
+    assert again is not world
+    assert again.mean(1.0) == 1.0
+    again.close()
+
+
 def test_world_of_self_is_one_rank() -> None:
     world = World(MPI.COMM_SELF)
     assert (world.rank, world.size, world.nodes) == (0, 1, 1)

@@ -42,6 +42,23 @@ def test_waiting_for_a_stuck_reduction_ends(monkeypatch: pytest.MonkeyPatch) -> 
         lender.give_back(lender.lend(10, torch.float32), Future())
 
 
+def test_what_a_slow_rank_made_necessary_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "PATIENCE_SECONDS", 1e-3)
+    ledger = Ledger()
+    lender = Arena(ledger)
+    slow: list[Future[None]] = [Future() for _ in range(3 * arena.MOST_FREE)]
+    for number, future in enumerate(slow):
+        lender.give_back(lender.lend(100 + number, torch.uint8), future)
+    for future in slow:
+        future.set_result(None)
+    lender.give_back(lender.lend(100, torch.uint8), done())
+    lender.lend(100, torch.uint8)
+    ledger.mark()
+    ledger.mark()
+    kept = range(len(slow) - arena.MOST_FREE, len(slow))  # the largest serve all
+    assert ledger.last()["device"]["buffers"] == sum(100 + number for number in kept)
+
+
 def test_small_free_buffers_are_not_hoarded() -> None:
     ledger = Ledger()
     lender = Arena(ledger)
