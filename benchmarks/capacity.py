@@ -60,7 +60,8 @@ class Search:
 
     def _search(self) -> dict[str, Any] | None:
         before, last = (self._try(layers) for layers in SMALL)
-        best, too_many = None, self.most + 1
+        fitting = [small for small in (before, last) if small["peak"] <= self.limit]
+        best, too_many = fitting[-1] if fitting else None, self.most + 1
         while True:
             more = last["layers"] - before["layers"]
             each = max(1, (last["peak"] - before["peak"]) / more)
