@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch import mpiexec
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,7 @@ def last_loss(text: str) -> float:
     return float(found[-1])
 
 
+@pytest.mark.slow
 def test_both_learn_the_same_on_one_rank() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     losses = [

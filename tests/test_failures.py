@@ -451,7 +451,8 @@ rank or event()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "several engines" else n for n in FINE]
+    "name",
+    [n if n == "a caught disagreement" else pytest.param(n, marks=pytest.mark.slow) for n in FINE],
 )
 def test_good_job_ends_well(name: str, job: Callable[..., Job]) -> None:
     done = job(3, FINE[name])

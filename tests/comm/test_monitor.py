@@ -103,6 +103,7 @@ def test_a_rank_may_be_busy_after_the_end() -> None:
     assert (job.returncode, job.stdout.count("well")) == (0, 2), job.stdout
 
 
+@pytest.mark.slow
 def test_what_was_under_way_when_ranks_disagreed_is_not_stuck() -> None:
     """Rank 1 waits in a reduction to which rank 0 never comes; both have a new engine since."""
     job = hang(
