@@ -53,7 +53,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "zero_allow_untested_optimizer": "every optimizer is tested when the engine is built",
         "zero_force_ds_cpu_optimizer": "there is one implementation of the update",
         "seq_parallel_communication_data_type": "acts with sequence parallelism only",
-        "aio": "direct I/O is used where the file system can, in requests of 8 MiB",
+        "aio": "direct I/O is used where the file system can, in requests of 1 MiB",
     },
     "bf16": {
         "immediate_grad_update": "gradients are always reduced as they appear",

@@ -109,6 +109,11 @@ def release() -> None:
     _released = True
 
 
+def released() -> bool:
+    """Tell whether all ranks have agreed to exit."""
+    return _released
+
+
 def fail(event: str, details: str = "", code: int = 1, wait: float = 0.0) -> None:
     """Print the rank's line and the details as one piece, then abort all ranks; from any thread.
 

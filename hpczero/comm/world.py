@@ -212,7 +212,7 @@ watch.at_exit(lambda: _part(list(_OPEN)))
 
 def _part(worlds: list[World]) -> None:
     """Say goodbye in all queues of all worlds at once: the others may wait in any of them."""
-    for world in worlds:
+    for world in [] if watch.released() else worlds:
         error = world._fate.error
         alone = error is not None and not isinstance(error, Disagreement) and world.size > 1
         if alone and world.comm.Get_attr(_KEYVAL) is world:  # nor has a new one been made since

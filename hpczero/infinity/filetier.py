@@ -42,8 +42,8 @@ from hpczero.sizing import BACKLOG
 BLOCK = max(4096, mmap.PAGESIZE)
 """Bytes that a dataset begins and ends at multiples of: of pages, and of direct I/O."""
 
-REQUEST = 1 << 23
-"""Bytes of one call of the system, at most."""
+REQUEST = 1 << 20
+"""Bytes of one call of the system, at most: larger ones were a fifth slower to write."""
 
 THREADS = 3
 """Calls of the system at a time; more gain nothing on the disks that were tried."""
