@@ -152,6 +152,9 @@ class Engine:
         All ranks call. Reduces gradients in every call where they are sharded, else in those of the
         micro-step that ends the step; posts reductions while backward still runs.
         `scale_wrt_gas=False` doesn't divide.
+
+        Raises:
+            RuntimeError: an exception broke the last backward off: a part of its gradients is here.
         """
         scaled = loss / self.config.accumulation if scale_wrt_gas else loss
         watch.here(phase="backward")
@@ -600,9 +603,9 @@ class Engine:
     def traffic(self) -> dict[str, Any]:
         """Return calls, bytes, multiples of the model and bytes sent in the last step.
 
-        Of all engines of the communicator since one of them ended a step.
-        Also by purpose and by collective. `bytes` are logical (full vectors, an all-reduce twice),
-        `sent` are those that MPI moved, per rank.
+        Of all engines of the communicator since one of them ended a step. Also by purpose and by
+        collective. `bytes` are logical (full vectors, an all-reduce twice), `sent` are those that
+        MPI moved, per rank.
         """
         model = sum(b.layout.numel * b.dtype.itemsize for b in self._runtime.buckets)
         return tabulate(self._traffic, model)

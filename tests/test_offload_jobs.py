@@ -127,6 +127,21 @@ def test_the_last_update_fails(tmp_path: Path, later: str, n: int) -> None:
     assert "writing '" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_failure_that_a_rank_keeps_to_itself_is_told_at_its_end(tmp_path: Path) -> None:
+    """The others wait for it in a gather, and would never learn why it doesn't come."""
+    done = run(
+        tmp_path,
+        "engine = engine_of(); train(engine, 2)\n"
+        "if rank == size - 1: failing(os.preadv, 'preadv', 0)\n"
+        "try: train(engine, 3)\n"
+        "except OSError: pass",
+    )
+    assert done.returncode != 0
+    assert re.search(r"hpczero: rank 1 of 2 .*failed", done.stdout), done.stdout
+    assert "reading '" in done.stdout
+
+
 def test_a_disk_that_is_too_small_is_said_by_all(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -214,9 +214,10 @@ def _part(worlds: list[World]) -> None:
     """Say goodbye in all queues of all worlds at once: the others may wait in any of them."""
     for world in [] if watch.released() else worlds:
         error = world._fate.error
-        alone = error is not None and not isinstance(error, Disagreement) and world.size > 1
-        if alone and world.comm.Get_attr(_KEYVAL) is world:  # nor has a new one been made since
-            assert error is not None
+        if error is None or isinstance(error, Disagreement) or world.size == 1:
+            continue
+        # No other rank knows, unless all have made a new world since, or given this one up.
+        if world.comm != MPI.COMM_NULL and world.comm.Get_attr(_KEYVAL) is world:
             watch.fail_with(error, error.__traceback__, "failed")
     leaving = [
         courier.goodbye()

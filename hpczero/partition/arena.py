@@ -117,14 +117,14 @@ class Arena:
         done = [memory for future, memory in self._busy if future.done()]
         self._busy = [(future, memory) for future, memory in self._busy if not future.done()]
         self._free.extend(done)
-        self._free.sort(key=torch.Tensor.numel)
-        while len(self._free) > MOST_FREE:  # while another rank was slow
-            self._ledger.add("buffers", -self._free.pop(0).numel())
+        self._drop_free(MOST_FREE)  # more came while another rank was slow
 
-    def _drop_free(self) -> None:
-        for memory in self._free:
+    def _drop_free(self, keep: int = 0) -> None:
+        """Drop what is free but the `keep` largest, which serve all."""
+        self._free.sort(key=torch.Tensor.numel, reverse=True)
+        for memory in self._free[keep:]:
             self._ledger.add("buffers", -memory.numel())
-        self._free.clear()
+        del self._free[keep:]
 
 
 def _bytes(nbytes: int) -> torch.Tensor:
