@@ -2,6 +2,8 @@
 
 from setuptools import Extension, setup
 
+STREAMING = "hpczero/comm/streaming.h"
+
 
 def kernel(name, source, *headers, openmp=False):
     """Return a library of plain C functions that is left out where it can't be built."""
@@ -28,6 +30,8 @@ setup(
             "hpczero/gpu/adam.h",
             openmp=True,
         ),
-        kernel("hpczero.comm._sum_cpu", "hpczero/comm/sum_cpu.cpp"),
+        kernel("hpczero.gpu._norm_cpu", "hpczero/gpu/norm_cpu.cpp", openmp=True),
+        kernel("hpczero.comm._sum_cpu", "hpczero/comm/sum_cpu.cpp", STREAMING),
+        kernel("hpczero.comm._copy_cpu", "hpczero/comm/copy_cpu.cpp", STREAMING, openmp=True),
     ]
 )

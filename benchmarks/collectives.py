@@ -22,6 +22,7 @@ import torch.distributed
 from mpi4py import MPI
 
 from benchmarks import machine
+from hpczero.comm.copies import copy_into
 from hpczero.comm.sums import sum_into
 from hpczero.comm.wire import Cargo, buffer
 from hpczero.comm.world import World
@@ -98,7 +99,7 @@ def ours_on_node(kind: str, v: Vectors, world: World) -> Act:
     source.fill_(world.rank + 1)
 
     def written() -> None:
-        target.copy_(source)
+        copy_into(target, source)
         act()
 
     return written
@@ -144,12 +145,12 @@ def alone(kind: str, v: Vectors, world: World) -> Act:
 
     def act() -> None:
         if kind == "all_gather":
-            v.own.copy_(v.shard)
+            copy_into(v.own, v.shard)
             return
-        v.full.copy_(source)
+        copy_into(v.full, source)
         sum_into(v.own if kind == "all_reduce" else v.shard, slices, sums)
         for piece in others if kind == "all_reduce" else ():
-            piece.copy_(v.own)
+            copy_into(piece, v.own)
 
     return act
 

@@ -285,20 +285,25 @@ def capacity(result: Result) -> str:
 
 
 def slow_network(result: Result) -> str:
-    rows = result["rows"]
+    rows, rate = result["rows"], result["wire"]["across"]["bytes_per_second_of_64_MiB"]
     lines = []
     for name, row in rows.items():
         first, last = row["losses"][0], row["losses"][-1]
+        alone, hidden = rows.get(f"floor {name.split()[-1]}"), row["gathers_hidden"]
+        network = row["payload_per_step"] / 2 / rate  # half goes each way
         lines.append(
             [
                 name,
                 f"{row['median']:.3f}",
                 f"{row['min']:.3f} .. {row['max']:.3f}",
                 f"{row['payload_per_step'] / 1e6:.1f}",
+                f"{network / alone['median']:.2f}" if alone else "",
+                "" if hidden is None else f"{hidden:.0%}",
                 f"{first:.4f} -> {last:.4f}",
             ]
         )
-    head = ["", "step, s", "min .. max", "MB on the wire per step", "loss"]
+    head = ["", "step, s", "min .. max", "MB on the wire per step", "network / compute"]
+    head += ["gathers hidden", "loss"]
     return "\n\n".join([markdown(head, lines), origin(result)])
 
 

@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from hpczero.comm.world import World
 from hpczero.gpu.adam import adam_
 from hpczero.gpu.reference import AdamStep
 from hpczero.infinity.filetier import FileTier
-from hpczero.infinity.stream import Chunk, Use, stream
+from hpczero.infinity.stream import Chunk, Use, parts, stream
 from hpczero.infinity.tier import Array, Memory, Tier
 from hpczero.sizing import STREAMED
 from hpczero.train import share_cores
@@ -43,17 +44,9 @@ WAYS = ("write", "read")
 CONSTANTS = AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1)
 
 
-def parts(array: Array, reads: bool) -> list[Use]:
-    """Return an array's parts, to be read or to be written."""
-    numel = array.tensor.numel()
-    return [
-        Use(array, lo, min(lo + STREAMED, numel), reads, not reads)
-        for lo in range(0, numel, STREAMED)
-    ]
-
-
-def walk(uses: list[Use]) -> None:
-    for _ in stream(Chunk(use, [use]) for use in uses):
+def walk(array: Array, way: str) -> None:
+    """Read or write a whole array, part by part."""
+    for _ in stream(parts(array, reads=way == "read")):
         pass
 
 
@@ -87,7 +80,7 @@ def deepspeed(path: Path, nbytes: int, tries: list[tuple[int, int, int]]) -> dic
         acts: dict[str, Act] = {}
         for handle, setting in zip(handles, tries, strict=True):
             call = handle.sync_pwrite if way == "write" else handle.sync_pread
-            acts[str(setting)] = lambda call=call: call(buffer, str(path), 0)  # type: ignore[misc]
+            acts[str(setting)] = partial(call, buffer, str(path), 0)
         found = timed(acts, 1)
         best[way] = acts[min(found, key=lambda name: found[name][0])]
     return best
@@ -114,9 +107,7 @@ def disk(folder: Path, nbytes: int, rounds: int, quick: bool) -> dict[str, Any]:
     array = tier.zeros("a", nbytes // 4, torch.float32)
     seconds: dict[str, dict[str, list[float]]] = {"hpczero": {"write": [], "read": []}}
 
-    acts: dict[str, dict[str, Act]] = {
-        "hpczero": {way: lambda way=way: walk(parts(array, way == "read")) for way in WAYS}  # type: ignore[misc]
-    }
+    acts: dict[str, dict[str, Act]] = {"hpczero": {way: partial(walk, array, way) for way in WAYS}}
     if not quick and importlib.util.find_spec("deepspeed") is not None:
         tries = [(1 << 20, 32, 1), (1 << 20, 32, 4), (1 << 23, 8, 4), (1 << 20, 128, 8)]
         acts["DeepSpeed aio"] = deepspeed(folder / "theirs", nbytes, tries)

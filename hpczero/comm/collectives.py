@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpczero.comm.copies import copy_into
 from hpczero.comm.sums import sum_into
 from hpczero.comm.wire import PIECE_BYTES, buffer, pieces
 from hpczero.sizing import WIRE_BLOCK, wire_piece
@@ -124,7 +125,7 @@ def all_gather(
     count = shard.numel()
     own = full[comm.rank * count : (comm.rank + 1) * count]
     if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard)
+        copy_into(own, shard)
     if comm.size == 1:
         return
     item = shard.element_size()
@@ -226,7 +227,7 @@ def gather(
             comm.Send(buffer(shard, start, stop), root)
         return
     assert full is not None
-    full[root * count : (root + 1) * count].copy_(shard)
+    copy_into(full[root * count : (root + 1) * count], shard)
     for peer in range(comm.size):
         if peer != root:
             for start, stop in pieces(count, limit):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, NamedTuple, get_args
@@ -158,15 +158,14 @@ def offset(mine: Sequence[float], first: Sequence[float]) -> float:
     return statistics.median(b - a for a, b in zip(mine, first, strict=True))
 
 
-def write(path: Path, ranks: Sequence[tuple[str, float, Sequence[Span]]]) -> None:
+def write(path: Path, ranks: Iterable[tuple[str, float, Sequence[Span]]], zero: float) -> None:
     """Write the spans of all ranks as one Chrome trace, on rank 0's clock.
 
     Args:
         path: of the JSON file.
         ranks: host, clock offset and spans of each rank.
+        zero: where the trace begins.
     """
-    starts = [span.start + shift for _, shift, spans in ranks for span in spans]
-    zero = min(starts, default=0.0)
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for rank, (host, shift, spans) in enumerate(ranks):

@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from hpczero.comm import routes
 from hpczero.comm.collectives import Nodes, Staging, share
+from hpczero.comm.copies import copy_into
 from hpczero.comm.node import NodeMemory
 from hpczero.comm.routes import Blocks, Link
 from hpczero.comm.sums import sum_into
@@ -87,7 +88,7 @@ class Windows:
         count, item = shard.numel(), shard.element_size()
         own = full[self.rank * count : (self.rank + 1) * count]
         if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+            copy_into(own, shard)
         if len(self._nodes) > 1:
             self._gather_column(full, count * item, piece)
             self._meet()
@@ -99,7 +100,7 @@ class Windows:
                 begin = ranks[place] * count
                 offset = begin * item if in_full else 0
                 source = self._memory.look(places[neighbour] + offset, count * item)
-                full[begin : begin + count].copy_(source.view(shard.dtype))
+                copy_into(full[begin : begin + count], source.view(shard.dtype))
         self._meet()
         return (len(self._nodes) - 1) * count * item
 

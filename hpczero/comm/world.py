@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import struct
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +23,7 @@ from hpczero.comm.courier import Courier, Fate
 from hpczero.comm.monitor import Monitor, timeout
 from hpczero.comm.node import open_node_memory
 from hpczero.comm.routes import FREE, Link, measure
-from hpczero.comm.timeline import Timeline, offset, write
+from hpczero.comm.timeline import Span, Timeline, offset, write
 from hpczero.comm.waiting import CROWDED_YIELD_SECONDS, YIELD_SECONDS
 from hpczero.comm.windows import columns
 from hpczero.comm.wire import Cargo
@@ -186,17 +189,31 @@ class World:
     def write_timeline(self, path: Path) -> None:
         """Write what all ranks have recorded, on rank 0's clock, into a file of rank 0's.
 
-        All ranks call. Costs rank 0 the spans of all.
+        All ranks call. Costs rank 0 the spans of one rank at a time, and a gather for each.
         """
         clock = []
         for _ in range(11):
             self.gathers.meet("clock").result()
             clock.append(time.perf_counter())
-        first = self.gathers.exchange_objects("clock", clock).result()[0]
-        mine = (self.hosts[self.rank], offset(clock, first), self.timeline.spans)
-        everyone = self.gathers.gather_objects("timeline", mine).result()
-        if everyone is not None:
-            write(path, everyone)
+        clocks = self.gathers.exchange_objects("clock", clock).result()
+        spans, shift = self.timeline.spans, offset(clock, clocks[0])
+        start = min((span.start + shift for span in spans), default=math.inf)
+        told = self.gathers.exchange_objects("spans", (start, self.timeline.lost)).result()
+        lost = max(each for _, each in told)
+        if lost and self.rank == 0:
+            log.warning(f"{path}: ends early: up to {lost} spans of a rank were too many to keep")
+
+        def ranks() -> Iterator[tuple[str, float, Sequence[Span]]]:
+            for rank, host in enumerate(self.hosts):
+                mine = (shift, spans) if rank == self.rank else None
+                everyone = self.gathers.gather_objects(f"timeline of rank {rank}", mine).result()
+                if everyone is not None:
+                    yield host, *everyone[rank]
+
+        if self.rank == 0:
+            write(path, ranks(), min(first for first, _ in told))
+        else:
+            deque(ranks(), maxlen=0)
 
     def close(self) -> None:
         """Part from the other ranks; all ranks call, at the latest at exit.

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpczero.infinity.stream import Chunk, Use, stream
-from hpczero.sizing import STREAMED
+from hpczero.infinity.stream import parts, stream
 
 BYTES = 1 << 28
 """What is written and read."""
@@ -44,11 +43,7 @@ def measure(folder: Path, rank: int, nbytes: int = BYTES) -> Speed:
         seconds = []
         for reads in (False, True):
             start = time.perf_counter()
-            cuts = range(0, nbytes // 4, STREAMED)
-            parts = [
-                Use(array, lo, min(lo + STREAMED, nbytes // 4), reads, not reads) for lo in cuts
-            ]
-            for use in stream(Chunk(use, [use]) for use in parts):
+            for use in stream(parts(array, reads=reads)):
                 if not reads:
                     use.array.tensor[use.start : use.stop] = 1.0
             tier.flush()  # nothing comes from the cache then

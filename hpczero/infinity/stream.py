@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
 from hpczero.infinity.tier import Array
-from hpczero.sizing import AHEAD, BEHIND
+from hpczero.sizing import AHEAD, BEHIND, STREAMED
 
 T = TypeVar("T")
 
@@ -29,6 +29,14 @@ class Chunk(NamedTuple, Generic[T]):
 
     what: T
     uses: Sequence[Use]
+
+
+def parts(array: Array, *, reads: bool) -> Iterator[Chunk[Use]]:
+    """Yield an array part by part, each to be read, or else to be written whole."""
+    numel = array.tensor.numel()
+    for start in range(0, numel, STREAMED):
+        use = Use(array, start, min(start + STREAMED, numel), reads, not reads)
+        yield Chunk(use, [use])
 
 
 def stream(chunks: Iterable[Chunk[T]]) -> Iterator[T]:

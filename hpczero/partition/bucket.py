@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -14,51 +14,17 @@ from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
-from hpczero.gpu.reference import sum_of_squares
-from hpczero.infinity.stream import Use
+from hpczero.gpu.norm import sum_of_squares
 from hpczero.infinity.tier import Array, Memory, Part, Tier, done, until
 from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.grouping import Group
 from hpczero.partition.initial import Initial
 from hpczero.partition.layout import Layout
+from hpczero.partition.local import LocalGradients
 from hpczero.partition.precision import Precision
+from hpczero.partition.task import Task
 from hpczero.partition.tensor import ReleasedParameter
 from hpczero.plan import Home, Plan, TierName
-
-
-class Task(NamedTuple):
-    """Hold what one update of a bucket works on, while the bucket goes on with the next step."""
-
-    bucket: Bucket
-    grads: Array
-    offset: int
-    """Of the updated interval in `grads`."""
-    master: Array
-    states: Mapping[str, Array]
-    target: Array
-    """Of the new weights, in the compute dtype."""
-
-    @property
-    def resident(self) -> bool:
-        """Tell whether all of it is always in memory."""
-        return all(use.array.resident for use in self.uses(0, 0))
-
-    def gradient(self, place: slice) -> torch.Tensor:
-        """Return a part of the reduced gradient of the updated interval."""
-        return self.grads.tensor[self.offset + place.start : self.offset + place.stop]
-
-    def uses(self, start: int, stop: int) -> list[Use]:
-        """Return what the update of an interval of `master` reads and writes."""
-        at = self.offset
-        found = [
-            Use(self.grads, at + start, at + stop, reads=True, writes=False),
-            Use(self.master, start, stop, reads=True, writes=True),
-            *(Use(array, start, stop, True, True) for array in self.states.values()),
-        ]
-        if self.target is not self.master:
-            found.append(Use(self.target, start, stop, reads=False, writes=True))
-        return found
-
 
 State = Literal["params", "grads", "states"]
 
@@ -218,11 +184,8 @@ class Bucket:
         if self._zero.offload_optimizer.delayed_update.enabled:
             self._build_staging(grads_dtype)
         self._everywhere = plan.states.scope == "none"
-        self._local_dtype = self.grads.dtype if self._accumulates else self.dtype
-        self._local: torch.Tensor | None = None
-        self._late: torch.Tensor | None = None
-        self._filled = [False] * len(self.params)
-        self._late_filled = [False] * len(self.params)
+        local = self.layout, self._arena, self.grads.dtype if self._accumulates else self.dtype
+        self._local, self._late = LocalGradients(*local), LocalGradients(*local)
         self._seen: set[int] = set()
         self.closed = False
         self.reduced = False
@@ -396,59 +359,32 @@ class Bucket:
         assert grad is not None
         parameter.grad = None
         if self.closed:
-            self._late = self._fill(self._late, self._late_filled, index, grad)
+            self._late.add(index, grad)
             return False
-        if self._local is None and self._accumulates and not self.reduced:
-            self._local = self.grads
-        self._local = self._fill(self._local, self._filled, index, grad)
+        self._begin_local()
+        self._local.add(index, grad)
         self._seen.add(index)
         return len(self._seen) == len(self.params)
 
-    def _fill(
-        self,
-        buffer: torch.Tensor | None,
-        filled: list[bool],
-        index: int,
-        grad: torch.Tensor,
-    ) -> torch.Tensor:
-        if buffer is None:
-            buffer = self._arena.lend(self.layout.padded, self._local_dtype)
-        place = self.layout.slots[index]
-        region = buffer[place.start : place.stop]
-        flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
-        if filled[index]:
-            region.add_(flat)
-        else:
-            region.copy_(flat)
-            filled[index] = True
-        return buffer
+    def _begin_local(self) -> None:
+        if self._accumulates and not self.reduced:
+            self._local.begin_in(self.grads)
 
     @property
     def late(self) -> bool:
         """Tell whether a gradient came after the reduction was posted."""
-        return self._late is not None
+        return self._late.begun
 
     def reduce(self) -> None:
         """Post the reduction of the local gradient; parameters without one count as zero."""
-        if self._local is None and self._accumulates and not self.reduced:
-            self._local = self.grads
-        self._post(self._local, self._filled)
-        self._local = None
+        self._begin_local()
+        self._post(self._local.take())
 
     def reduce_late(self) -> None:
         """Post the reduction of late gradients, zero where this rank has none."""
-        self._post(self._late, self._late_filled)
-        self._late = None
+        self._post(self._late.take())
 
-    def _post(self, local: torch.Tensor | None, filled: list[bool]) -> None:
-        if local is None:
-            local = self._arena.lend(self.layout.padded, self._local_dtype)
-        for index, slot in enumerate(self.layout.slots):
-            if not filled[index]:
-                local[slot.start : slot.stop].zero_()
-            filled[index] = False
-        for start, stop in self.layout.gaps():
-            local[start:stop].zero_()
+    def _post(self, local: torch.Tensor) -> None:
         cargo = self._cargo("gradients", local.dtype)
         courier, add = self._world.reductions, self.reduced
         self._count("grads", written=self.own_gradient.nbytes)

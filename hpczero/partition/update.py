@@ -13,8 +13,9 @@ from hpczero.gpu.reference import AdamStep
 from hpczero.infinity.stream import Chunk, stream
 from hpczero.infinity.tier import CUT, done
 from hpczero.infinity.workers import Workers
-from hpczero.partition.bucket import Bucket, Task
+from hpczero.partition.bucket import Bucket
 from hpczero.partition.segments import Segment
+from hpczero.partition.task import Task
 from hpczero.sizing import STREAMED
 
 Segments = Mapping[int, Sequence[tuple[Segment, AdamStep]]]

@@ -79,6 +79,7 @@ def test_clocks_agree_in_the_trace(tmp_path: Path) -> None:
             ("a", 0.0, [Span("program", "forward", "forward", 5.0, 6.0)]),
             ("b", -10.0, [Span("gathers", "blocks.0", "gather", 15.5, 15.75)]),
         ],
+        5.0,
     )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     bars = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]

@@ -1,0 +1,85 @@
+"""The compiled sum of squares gives the bits of its twin, on any number of threads."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT
+
+from hpczero import compiled
+from hpczero.gpu import norm, reference
+from hpczero.gpu.reference import NORM_BLOCK, NORM_LANES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [0, 1, NORM_LANES - 1, NORM_LANES, 3 * NORM_LANES + 5, NORM_BLOCK, 2 * NORM_BLOCK + 4099]
+LEVELS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+GXX = shutil.which("g++")
+
+
+def values(count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    scale = torch.pow(10.0, torch.randint(-9, 4, (count,), generator=generator))
+    return (torch.randn(count, generator=generator) * scale).to(dtype)
+
+
+def test_it_was_built() -> None:
+    if compiled.library(str(ROOT / "hpczero/gpu"), "_norm_cpu") is None:
+        assert GXX is None, "there is a compiler, but the norm wasn't built"
+        pytest.skip("no compiler")
+    assert all(norm._kernel(str(dtype).removeprefix("torch.")) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_is_the_twin(dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size in SIZES:
+            flat = values(size, dtype)
+            found = norm.sum_of_squares(flat)
+            assert found == reference.sum_of_squares(flat)
+            expected = math.fsum(x * x for x in flat.double().tolist())
+            assert found == pytest.approx(expected, rel=1e-12)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_tells(dtype: torch.dtype, bad: float) -> None:
+    flat = values(NORM_BLOCK + 9, dtype)
+    assert math.isfinite(norm.sum_of_squares(flat))
+    flat[-2] = bad
+    assert not math.isfinite(norm.sum_of_squares(flat))
+    assert not math.isfinite(reference.sum_of_squares(flat))
+
+
+def test_strides_take_the_twin() -> None:
+    flat = values(10_000, torch.float32)
+    assert norm.sum_of_squares(flat[::2]) == reference.sum_of_squares(flat[::2].clone())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_instruction_sets_agree(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if GXX is None or LEVELS[level] not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"no compiler, or this machine doesn't run {level}")
+    source, library = ROOT / "hpczero/gpu/norm_cpu.cpp", tmp_path / "_norm_cpu.so"
+    options = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    build = [GXX, "-shared", "-fPIC", *options, f"-march={level}", "-DCLONES="]
+    subprocess.run([*build, "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(norm, "__file__", str(tmp_path / "norm.py"))
+    norm._kernel.cache_clear()
+    try:
+        for dtype in DTYPES:
+            flat = values(2 * NORM_BLOCK + 4099, dtype)
+            assert norm.sum_of_squares(flat) == reference.sum_of_squares(flat)
+    finally:
+        norm._kernel.cache_clear()
