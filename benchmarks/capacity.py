@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.contenders import OFFLOADED, module, shape_of
+from benchmarks.contenders import IN_PARTS, OFFLOADED, module, shape_of
 from benchmarks.jobs import Job, Setting
 from benchmarks.step import available
 
@@ -79,34 +79,38 @@ class Search:
         for known in self.tries:
             if known["layers"] == layers:
                 return known
-        model = f"{layers}x{self.shape}"
-        setting = replace(Setting.of(model, "bf16", 1, 2), lr=LR)
-        with Job(self.name, setting, watch=True) as job:
-            building = [x["peak"] for x in job.ask("peak")]
-            steps = [job.step() for _ in range(self.steps)]
-            stepping = [x["peak"] for x in job.ask("peak")]
-        gpt = module("gpt")
-        config = shape_of(gpt, model)
-        block = 12 * config.hidden**2 + 13 * config.hidden
-        outside = (config.vocabulary + config.seq + 2) * config.hidden
-        counted = self.name in OFFLOADED and not self.name.startswith("DeepSpeed")
-        found = {
-            "layers": layers,
-            "parameters": layers * block + outside,
-            "peak": max(stepping + (building if counted else [])),
-            "peak_pss": stepping,
-            "peak_pss_building": building,
-            "seconds": [step["seconds"] for step in steps],
-            "losses": [step["loss"] for step in steps],
-        }
+        found = train(self.name, layers, self.shape, self.steps)
         self.tries.append(found)
-        print(
-            f"{self.name:32}{layers:4d} layers {found['parameters'] / 1e6:8.0f} M parameters"
-            f"{found['peak'] / 2**20:8.0f} MiB  {found['seconds'][-1]:6.1f} s a step  "
-            f"loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}",
-            flush=True,
-        )
         return found
+
+
+def train(name: str, layers: int, shape: str, steps: int) -> dict[str, Any]:
+    """Train a model for a few steps, print a line, and return losses, times and memory."""
+    model = f"{layers}x{shape}"
+    setting = replace(Setting.of(model, "bf16", 1, 2), lr=LR)
+    with Job(name, setting, watch=True) as job:
+        building = [x["peak"] for x in job.ask("peak")]
+        taken = [job.step() for _ in range(steps)]
+        stepping = [x["peak"] for x in job.ask("peak")]
+    config = shape_of(module("gpt"), model)
+    block = 12 * config.hidden**2 + 13 * config.hidden
+    outside = (config.vocabulary + config.seq + 2) * config.hidden
+    found = {
+        "layers": layers,
+        "parameters": layers * block + outside,
+        "peak": max(stepping + (building if name in IN_PARTS else [])),
+        "peak_pss": stepping,
+        "peak_pss_building": building,
+        "seconds": [step["seconds"] for step in taken],
+        "losses": [step["loss"] for step in taken],
+    }
+    print(
+        f"{name:32}{layers:4d} layers {found['parameters'] / 1e6:8.0f} M parameters"
+        f"{found['peak'] / 2**20:8.0f} MiB  {found['seconds'][-1]:6.1f} s a step  "
+        f"loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}",
+        flush=True,
+    )
+    return found
 
 
 def main() -> None:

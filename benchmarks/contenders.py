@@ -252,11 +252,14 @@ CONTENDERS: dict[str, Callable[[Any, bool], Contender]] = {
     **{f"hpczero {stage}": ours(stage) for stage in STAGES},
 }
 
-OFFLOADED: dict[str, Callable[[Any, bool], Contender]] = {
-    "DeepSpeed 3, all in files": deepspeed_in_files,
-    **{f"hpczero {stage}, all in files": ours_in_files(stage) for stage in STAGES[1:]},
+OURS_IN_FILES: dict[str, Callable[[Any, bool], Contender]] = {
+    f"hpczero {stage}, all in files": ours_in_files(stage) for stage in STAGES[1:]
 }
-"""Those that keep what they shard in files; ours never make the model whole."""
+OFFLOADED = {"DeepSpeed 3, all in files": deepspeed_in_files, **OURS_IN_FILES}
+"""Those that keep what they shard in files."""
+IN_PARTS = {"hpczero 3, made in parts": ours(3), **OURS_IN_FILES}
+"""Ours that never make the model whole; the first keeps all in memory."""
+ALL = {**CONTENDERS, **OFFLOADED, **IN_PARTS}
 
 
 def gloo() -> None:
@@ -337,13 +340,13 @@ def shape_of(gpt: Any, model: str) -> Any:
 
 def build(name: str, gpt: Any, shape: Any, half: bool) -> Contender:
     """Return a contender on its model."""
-    if name not in OFFLOADED or name.startswith("DeepSpeed"):
-        return ({**CONTENDERS, **OFFLOADED})[name](gpt.GPT(shape, 0), half)
+    if name not in IN_PARTS:
+        return ALL[name](gpt.GPT(shape, 0), half)
     import torch
 
     with torch.device("meta"):
         model = gpt.GPT(shape)
-    return OFFLOADED[name](model, half)
+    return ALL[name](model, half)
 
 
 def launched_rank() -> int:
@@ -355,7 +358,7 @@ def launched_rank() -> int:
 def main() -> None:
     """Build the contender and obey the driver; all ranks call."""
     parser = argparse.ArgumentParser(description="one rank of a contender")
-    parser.add_argument("name", choices=[*CONTENDERS, *OFFLOADED])
+    parser.add_argument("name", choices=ALL)
     parser.add_argument("address")
     parser.add_argument("model")
     parser.add_argument("dtype", choices=["fp32", "bf16"])

@@ -284,12 +284,27 @@ def capacity(result: Result) -> str:
     return "\n\n".join([said, markdown(head, lines), origin(result)])
 
 
+def equal(result: Result) -> str:
+    lines = [
+        [
+            name,
+            f"{row['parameters'] / 1e6:.0f} M",
+            f"{row['peak'] / 2**20:.0f}",
+            f"{row['seconds'][-1]:.1f}",
+            " ".join(f"{loss:.6f}" for loss in row["losses"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    head = ["", "parameters", "peak PSS, MiB", "step, s", "losses"]
+    return "\n\n".join([markdown(head, lines), origin(result)])
+
+
 def slow_network(result: Result) -> str:
     rows, rate = result["rows"], result["wire"]["across"]["bytes_per_second_of_64_MiB"]
     lines = []
     for name, row in rows.items():
         first, last = row["losses"][0], row["losses"][-1]
-        alone, hidden = rows.get(f"floor {name.split()[-1]}"), row["gathers_hidden"]
+        alone, hidden = rows.get(f"floor {name.split()[-1]}"), row.get("gathers_hidden")
         network = row["payload_per_step"] / 2 / rate  # half goes each way
         lines.append(
             [
@@ -315,6 +330,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "checkpoint": checkpoint,
     "slow_network": slow_network,
     "capacity": capacity,
+    "equal": equal,
     "delayed": delayed,
     "tiers": tiers,
 }

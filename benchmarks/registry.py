@@ -113,6 +113,7 @@ BENCHMARKS = {
             ),
             minutes=20,
         ),
+        Benchmark("equal", "equal", quick=("--layers", "2", "--shape", "64x2x32"), minutes=3),
         Benchmark(
             "checkpoint",
             "checkpoint",

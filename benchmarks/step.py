@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.contenders import CONTENDERS, FLOOR, OFFLOADED, module
+from benchmarks.contenders import ALL, CONTENDERS, FLOOR, module
 from benchmarks.jobs import Job, Setting
 
 MEMORY_STEPS = 4
@@ -88,9 +88,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="of each round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--contenders", nargs="+", choices=[*CONTENDERS, *OFFLOADED], default=list(CONTENDERS)
-    )
+    parser.add_argument("--contenders", nargs="+", choices=ALL, default=list(CONTENDERS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     setting = Setting.of(args.model, args.dtype, args.batch, args.ranks)

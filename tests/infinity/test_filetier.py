@@ -6,6 +6,8 @@ import contextlib
 import errno
 import gc
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -229,6 +231,17 @@ def test_any_hdf5_tool_reads_the_file(tier: FileTier) -> None:
             assert numel == values.numel()
             found = torch.from_numpy(np.asarray(file[name][:numel], dtype=np.float64))
             assert torch.equal(found, values.to(torch.float64)), name
+    if shutil.which("h5dump") is not None:  # no package here needs it
+        dump = ["h5dump", "-y", "-w", "1", "-m", "%.17g", str(tier.path)]
+        said = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+        groups = re.split(r'^   GROUP "(.*)" \{$', said, flags=re.MULTILINE)[1:]
+        assert len(groups) == 2 * len(expected)
+        for name, text in zip(groups[::2], groups[1::2], strict=True):
+            numbers = re.search(r"^ *DATA \{$(.*?)^ *\}$", text, re.MULTILINE | re.DOTALL)
+            assert numbers is not None
+            found = torch.tensor([float(n) for n in numbers[1].split(",")], dtype=torch.float64)
+            values = expected[f"{name}/kind"]
+            assert torch.equal(found[: values.numel()].to(values.dtype), values), name
 
 
 def test_memory_is_only_what_is_being_used(tier: FileTier) -> None:
