@@ -304,7 +304,7 @@ def slow_network(result: Result) -> str:
     lines = []
     for name, row in rows.items():
         first, last = row["losses"][0], row["losses"][-1]
-        alone, hidden = rows.get(f"floor {name.split()[-1]}"), row.get("gathers_hidden")
+        alone, hidden = rows.get(f"floor {name.split()[-1]}"), row["gathers_hidden"]
         network = row["payload_per_step"] / 2 / rate  # half goes each way
         lines.append(
             [

@@ -15,7 +15,7 @@ LARGE = 1 << 18
 """Bytes from which a copy goes past the caches: a smaller one may stay there until it is read."""
 
 EACH = 1 << 20
-"""Bytes for each thread, at least."""
+"""Bytes of a copy for each thread, at least."""
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -25,8 +25,9 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     number of threads.
     """
     nbytes, kernel = target.nbytes, _kernel()
-    plain = target.dtype != source.dtype or not (target.is_contiguous() and source.is_contiguous())
-    if kernel is None or plain or nbytes < LARGE or not (target.is_cpu and source.is_cpu):
+    alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    here = target.is_cpu and source.is_cpu
+    if kernel is None or not (alike and here) or nbytes < LARGE:
         target.copy_(source)
         return
     if source.numel() != target.numel():
@@ -35,7 +36,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.c_void_p(target.data_ptr()),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_int64(nbytes),
-        ctypes.c_int(min(torch.get_num_threads(), -(-nbytes // EACH))),
+        ctypes.c_int(max(1, min(torch.get_num_threads(), nbytes // EACH))),
     )
 
 

@@ -1,30 +1,34 @@
-// Writing past the caches: what is written is read much later, and by another core. A store that
-// goes through them reads its line from memory first, which takes a third of the bandwidth.
+// Writing past the caches what is mostly read much later, and by another core. A store that goes
+// through them reads its line from memory first, which takes a third of the bandwidth.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+namespace streaming {
+
+constexpr int64_t LINE = 64, PAGE = 4096;
+
+}  // namespace streaming
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 namespace streaming {
 
-constexpr int64_t LINE = 64, PAGE = 4096;
-
-__attribute__((target("avx2"))) inline void avx2_line(char* to, const char* from) {
+__attribute__((target("avx2"))) static inline void avx2_line(char* to, const char* from) {
   for (int i = 0; i < LINE; i += 32)
     _mm256_stream_si256((__m256i*)(to + i), _mm256_loadu_si256((const __m256i*)(from + i)));
 }
 
-inline void sse2_line(char* to, const char* from) {
+static inline void sse2_line(char* to, const char* from) {
   for (int i = 0; i < LINE; i += 16)
     _mm_stream_si128((__m128i*)(to + i), _mm_loadu_si128((const __m128i*)(from + i)));
 }
 
 // From two pages in turns, which memory gives faster than one after the other.
 #define STREAMING_LINES(NAME, LINE_OF)                                            \
-  inline void NAME(char* to, const char* from, int64_t nbytes) {                  \
+  static inline void NAME(char* to, const char* from, int64_t nbytes) {           \
     int64_t start = 0;                                                            \
     for (; start + 2 * PAGE <= nbytes; start += 2 * PAGE)                         \
       for (int64_t i = start; i < start + PAGE; i += LINE) {                      \
@@ -39,7 +43,7 @@ STREAMING_LINES(sse2, sse2_line)
 #undef STREAMING_LINES
 
 // Copies; others see it after `finish`.
-inline void write(void* out, const void* in, int64_t nbytes) {
+static inline void write(void* out, const void* in, int64_t nbytes) {
   char* to = (char*)out;
   const char* from = (const char*)in;
   int64_t head = -(intptr_t)to & 31;
@@ -53,7 +57,7 @@ inline void write(void* out, const void* in, int64_t nbytes) {
   std::memcpy(to + head + body, from + head + body, nbytes - head - body);
 }
 
-inline void finish() { _mm_sfence(); }
+static inline void finish() { _mm_sfence(); }
 
 }  // namespace streaming
 
@@ -61,8 +65,8 @@ inline void finish() { _mm_sfence(); }
 
 namespace streaming {
 
-inline void write(void* out, const void* in, int64_t nbytes) { std::memcpy(out, in, nbytes); }
-inline void finish() {}
+static inline void write(void* out, const void* in, int64_t nbytes) { std::memcpy(out, in, nbytes); }
+static inline void finish() {}
 
 }  // namespace streaming
 

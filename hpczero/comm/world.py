@@ -189,19 +189,23 @@ class World:
     def write_timeline(self, path: Path) -> None:
         """Write what all ranks have recorded, on rank 0's clock, into a file of rank 0's.
 
-        All ranks call. Costs rank 0 the spans of one rank at a time, and a gather for each.
+        All ranks call. Costs rank 0 the spans of two ranks at a time, and a gather for each.
+
+        Raises:
+            OSError: on rank 0, where the file can't be written.
         """
+        spans, lost = list(self.timeline.spans), self.timeline.lost  # without what follows here
         clock = []
         for _ in range(11):
             self.gathers.meet("clock").result()
             clock.append(time.perf_counter())
         clocks = self.gathers.exchange_objects("clock", clock).result()
-        spans, shift = self.timeline.spans, offset(clock, clocks[0])
+        shift = offset(clock, clocks[0])
         start = min((span.start + shift for span in spans), default=math.inf)
-        told = self.gathers.exchange_objects("spans", (start, self.timeline.lost)).result()
-        lost = max(each for _, each in told)
-        if lost and self.rank == 0:
-            log.warning(f"{path}: ends early: up to {lost} spans of a rank were too many to keep")
+        told = self.gathers.exchange_objects("spans", (start, lost)).result()
+        most = max(each for _, each in told)
+        if most and self.rank == 0:
+            log.warning(f"{path}: ends early: up to {most} spans of a rank were too many to keep")
 
         def ranks() -> Iterator[tuple[str, float, Sequence[Span]]]:
             for rank, host in enumerate(self.hosts):
@@ -210,10 +214,12 @@ class World:
                 if everyone is not None:
                     yield host, *everyone[rank]
 
-        if self.rank == 0:
-            write(path, ranks(), min(first for first, _ in told))
-        else:
-            deque(ranks(), maxlen=0)
+        entries = ranks()
+        try:
+            if self.rank == 0:
+                write(path, entries, min(first for first, _ in told))
+        finally:
+            deque(entries, maxlen=0)  # the other ranks take part even if nothing can be written
 
     def close(self) -> None:
         """Part from the other ranks; all ranks call, at the latest at exit.

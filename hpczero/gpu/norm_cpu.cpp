@@ -1,4 +1,4 @@
-// The sum of squares in float64: each block in lanes, then the lanes in halves; see reference.py.
+// The sum of squares in float64: each block in lanes, then the lanes in halves; see norm.py.
 #include "../floats.h"
 
 namespace {

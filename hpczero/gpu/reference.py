@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpczero.gpu.norm import sum_of_squares
+
 TILE = 65536
 """Elements updated at a time, so that intermediate results stay in the cache."""
-
-NORM_BLOCK = 1 << 20
-NORM_LANES = 2048
-"""Elements whose squares are summed at a time; torch would give more than 32767 to several threads,
-whose number would then decide the order of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +122,7 @@ def lamb_moments_(
 ) -> tuple[float, float]:
     """Update flat moments in place; return the sums of squares of the weights and of their update.
 
-    The sums are float64, in fixed blocks that `tile_size` doesn't change. Costs two tiles and two
-    blocks.
+    The sums are float64, in fixed blocks that `tile_size` doesn't change. Costs two tiles.
     """
     c = constants
     update = torch.empty(min(TILE, master.numel()), dtype=master.dtype)
@@ -178,25 +174,6 @@ def trust_ratio(
         return 1.0
     ratio = math.sqrt(weights_squared) / math.sqrt(update_squared)
     return ratio if math.isnan(ratio) else min(max(ratio, lowest), highest)
-
-
-def sum_of_squares(flat: torch.Tensor) -> float:
-    """Return the float64 sum of squares in fixed blocks, each in lanes, which are added in halves.
-
-    Not finite exactly where `flat` isn't, or a square of float64 overflows.
-    """
-    total = 0.0
-    for block in torch.split(flat, NORM_BLOCK):
-        wide = block.to(torch.float64, copy=True)
-        wide.mul_(wide)
-        lanes = torch.zeros(NORM_LANES, dtype=torch.float64)
-        for row in torch.split(wide, NORM_LANES):
-            lanes[: row.numel()].add_(row)
-        while lanes.numel() > 1:
-            low, high = lanes.chunk(2)
-            lanes = low + high
-        total += lanes.item()
-    return total
 
 
 def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:

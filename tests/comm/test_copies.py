@@ -39,6 +39,16 @@ def test_it_was_built() -> None:
     assert copies._kernel() is not None
 
 
+@pytest.mark.parametrize(("nbytes", "calls"), [(LARGE - 1, 0), (LARGE, 1)])
+def test_only_large_copies_go_past_the_caches(
+    nbytes: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(copies, "_kernel", lambda: lambda *args: made.append(args))
+    copy_into(torch.zeros(nbytes).byte(), torch.zeros(nbytes).byte())
+    assert len(made) == calls
+
+
 @given(
     nbytes=st.integers(0, 9000).map(lambda extra: LARGE - 500 + extra),
     to=st.integers(0, ROOM),

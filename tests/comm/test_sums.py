@@ -24,6 +24,7 @@ PAIRS = [
 LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4"]
 FLAGS = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 GXX = shutil.which("g++")
+LARGE = 140_001  # elements, of any dtype past the caches
 
 
 def built() -> None:
@@ -77,11 +78,26 @@ def test_nodes_are_summed_first() -> None:
     assert out.eq(0.0).all()
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_the_result_may_be_a_source(place: int) -> None:
+@pytest.mark.parametrize(("source", "result"), PAIRS, ids=str)
+@pytest.mark.parametrize("start", [0, 1, 32])
+def test_large_results_go_past_the_caches(
+    start: int, source: torch.dtype, result: torch.dtype
+) -> None:
     built()
-    staging, sources = Staging(2), [values(rank, 5000, torch.bfloat16) for rank in range(2)]
-    apart = torch.empty(5000, dtype=torch.bfloat16)
+    staging, sources = Staging(2), [values(rank, LARGE, source) for rank in range(2)]
+    mine, twin = (values(99, LARGE + 64, result) for _ in range(2))
+    place = slice(start, start + LARGE)
+    sums.sum_into(mine[place], sources, staging.sums, 3)
+    sums._twin(twin[place], sources, staging.sums, 3, False, (2,))
+    assert torch.equal(bits(mine), bits(twin))
+
+
+@pytest.mark.parametrize("count", [5000, LARGE])
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_result_may_be_a_source(place: int, count: int) -> None:
+    built()
+    staging, sources = Staging(2), [values(rank, count, torch.bfloat16) for rank in range(2)]
+    apart = torch.empty(count, dtype=torch.bfloat16)
     sums.sum_into(apart, sources, staging.sums, 2)
     sums.sum_into(sources[place], sources, staging.sums, 2)
     assert torch.equal(bits(sources[place]), bits(apart))
@@ -110,10 +126,11 @@ def test_instruction_sets_agree(
         if not use:
             monkeypatch.setattr(sums, "__file__", str(tmp_path / "sums.py"))
             sums._kernel.cache_clear()
-        for source_type, result in PAIRS:
-            out = values(99, 70_001, result)
-            sources = [values(rank, 70_001, source_type) for rank in range(3)]
-            sums.sum_into(out, sources, Staging(3).sums, 3, add=True)
+            assert sums._kernel("sum_float32_float32") is not None
+        for (source_type, result), add in itertools.product(PAIRS, (False, True)):
+            out = values(99, LARGE, result)
+            sources = [values(rank, LARGE, source_type) for rank in range(3)]
+            sums.sum_into(out, sources, Staging(3).sums, 3, add=add)
             expected.append(bits(out))
     sums._kernel.cache_clear()
     half = len(expected) // 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,28 @@ def test_after_the_leave_nothing_is_carried_and_a_new_world_is_made(
     assert again is not world
     assert again.mean(1.0) == 1.0
     again.close()
+
+
+@pytest.mark.mpi
+def test_a_timeline_of_all_ranks_or_an_error_of_rank_0(
+    world_comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    world = World.of(world_comm)
+    world.timeline.restart(True)
+    world.mean(1.0)
+    fails = pytest.raises(OSError) if world.rank == 0 else contextlib.nullcontext()
+    with fails:
+        world.write_timeline(tmp_path / "missing" / "trace.json")
+    world.timeline.restart(True)
+    world.mean(1.0)  # goes on
+    world.write_timeline(tmp_path / "trace.json")
+    if world.rank == 0:
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        bars = [event for event in events if event["ph"] == "X"]
+        assert {bar["pid"] for bar in bars} == set(range(world.size))
+        assert "mean" in {bar["name"] for bar in bars}
+        assert not [bar for bar in bars if "clock" in bar["name"] or "timeline" in bar["name"]]
+    world.close()
 
 
 def test_world_of_self_is_one_rank() -> None:

@@ -12,11 +12,11 @@ import torch
 from launch import ROOT
 
 from hpczero import compiled
-from hpczero.gpu import norm, reference
-from hpczero.gpu.reference import NORM_BLOCK, NORM_LANES
+from hpczero.gpu import norm
+from hpczero.gpu.norm import BLOCK, LANES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-SIZES = [0, 1, NORM_LANES - 1, NORM_LANES, 3 * NORM_LANES + 5, NORM_BLOCK, 2 * NORM_BLOCK + 4099]
+SIZES = [0, 1, LANES - 1, LANES, 3 * LANES + 5, BLOCK, 2 * BLOCK + 4099]
 LEVELS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 GXX = shutil.which("g++")
 
@@ -43,7 +43,7 @@ def test_it_is_the_twin(dtype: torch.dtype, threads: int) -> None:
         for size in SIZES:
             flat = values(size, dtype)
             found = norm.sum_of_squares(flat)
-            assert found == reference.sum_of_squares(flat)
+            assert found == norm._twin(flat)
             expected = math.fsum(x * x for x in flat.double().tolist())
             assert found == pytest.approx(expected, rel=1e-12)
     finally:
@@ -53,16 +53,28 @@ def test_it_is_the_twin(dtype: torch.dtype, threads: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_tells(dtype: torch.dtype, bad: float) -> None:
-    flat = values(NORM_BLOCK + 9, dtype)
+    flat = values(BLOCK + 9, dtype)
     assert math.isfinite(norm.sum_of_squares(flat))
     flat[-2] = bad
     assert not math.isfinite(norm.sum_of_squares(flat))
-    assert not math.isfinite(reference.sum_of_squares(flat))
+    assert not math.isfinite(norm._twin(flat))
+
+
+def test_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "_twin", lambda flat: pytest.fail("the twin"))
+    if norm._kernel("float32") is None:
+        pytest.skip("no compiler")
+    assert norm.sum_of_squares(torch.full((3,), 2.0)) == 12.0
+
+
+def test_the_twin_stays_on_the_device() -> None:
+    with torch.device("meta"):
+        assert norm._twin(torch.full((3,), 2.0, device="cpu")) == 12.0
 
 
 def test_strides_take_the_twin() -> None:
     flat = values(10_000, torch.float32)
-    assert norm.sum_of_squares(flat[::2]) == reference.sum_of_squares(flat[::2].clone())
+    assert norm.sum_of_squares(flat[::2]) == norm._twin(flat[::2].clone())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -78,8 +90,9 @@ def test_instruction_sets_agree(
     monkeypatch.setattr(norm, "__file__", str(tmp_path / "norm.py"))
     norm._kernel.cache_clear()
     try:
+        assert norm._kernel("float32") is not None
         for dtype in DTYPES:
-            flat = values(2 * NORM_BLOCK + 4099, dtype)
-            assert norm.sum_of_squares(flat) == reference.sum_of_squares(flat)
+            flat = values(2 * BLOCK + 4099, dtype)
+            assert norm.sum_of_squares(flat) == norm._twin(flat)
     finally:
         norm._kernel.cache_clear()

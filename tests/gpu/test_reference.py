@@ -16,7 +16,6 @@ from hpczero.gpu.reference import (
     adam_,
     lamb_,
     lamb_moments_,
-    sum_of_squares,
     trust_ratio,
 )
 
@@ -143,19 +142,6 @@ def test_lambs_bits_do_not_depend_on_the_tiles(numel: int, tile_size: int) -> No
         results.append((squares, master, m, v))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
-
-
-def test_sums_of_squares_do_not_depend_on_threads() -> None:
-    flat = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = sum_of_squares(flat)
-        torch.set_num_threads(2)
-        assert sum_of_squares(flat) == alone
-    finally:
-        torch.set_num_threads(before)
-    assert alone == pytest.approx(flat.double().square().sum().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
