@@ -58,7 +58,7 @@ def test_a_timeline_of_all_ranks_or_an_error_of_rank_0(
     world = World.of(world_comm)
     world.timeline.restart(True)
     world.mean(1.0)
-    fails = pytest.raises(OSError) if world.rank == 0 else contextlib.nullcontext()
+    fails = pytest.raises(FileNotFoundError) if world.rank == 0 else contextlib.nullcontext()
     with fails:
         world.write_timeline(tmp_path / "missing" / "trace.json")
     world.timeline.restart(True)
