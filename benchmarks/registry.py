@@ -96,6 +96,19 @@ BENCHMARKS = {
             quick=("--model", "tiny", "--rounds", "1", "--steps", "2", "--contenders", "hpczero"),
             minutes=13,
         ),
+        Benchmark(
+            "slow_network-apart",
+            "slow_network",
+            (
+                *("--ranks", "1", "--batch", "6", "--rounds", "2", "--steps", "10"),
+                *("--contenders", FLOOR, "FSDP2", "hpczero"),
+            ),
+            quick=(
+                *("--model", "tiny", "--rounds", "1", "--steps", "2"),
+                *("--contenders", FLOOR, "hpczero"),
+            ),
+            minutes=5,
+        ),
         Benchmark("delayed", "delayed", quick=("--steps", "3"), minutes=2),
         Benchmark(
             "tiers",

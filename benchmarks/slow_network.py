@@ -2,8 +2,8 @@
 
     python -m benchmarks.slow_network --rounds 3 --steps 10
 
-As root, with MPICH; the nodes are network namespaces of this machine, 2 ranks on each (netns.py);
-exits with 77 and the reason where there can't be any.
+As root, with MPICH; the nodes are network namespaces of this machine, 2 ranks on each (netns.py),
+or --ranks; exits with 77 and the reason where there can't be any.
 DeepSpeed is taken from this Python, or from --deepspeed-python. Every contender is a job of its
 own; they take turns, so that a noisy machine troubles all alike. What crosses the wire is counted
 by its device, for all contenders alike: bytes of both directions less headers, each step. The floor
@@ -45,7 +45,6 @@ from benchmarks.contenders import (
 )
 
 WARMUP = 2
-RANKS = 2  # on each node
 ALL = 10**9  # elements: more than there are
 
 # All imports below are late, as in contenders.py: a rank loads what its contender needs.
@@ -99,13 +98,13 @@ CONTENDERS: dict[str, Callable[[Any, bool, bool], Contender]] = {
 
 def rank_main(args: argparse.Namespace) -> None:
     """Write this rank's samples into args.out."""
-    result = link() if args.rank_of == "link" else train(args)
+    result = link(args.ranks) if args.rank_of == "link" else train(args)
     (args.out / f"rank{launched_rank()}.json").write_text(json.dumps(result))
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % args.ranks)}
     data, gpt = module("data"), module("gpt")
     shape = gpt.PRESETS[args.model]
     batches = data.Batches(data.load(None, Alone()), seq=shape.seq, batch=args.batch, seed=0)
@@ -117,7 +116,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         from hpczero.comm.world import World
 
         world = World.of()
-        assert world.local_size == RANKS
+        assert world.local_size == args.ranks
 
     def meet() -> None:
         if world is None:
@@ -147,14 +146,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def link() -> dict[str, Any]:
+def link(ranks: int) -> dict[str, Any]:
     """Measure what MPI makes of the wire and of a node: by ping-pong, and by one all-gather."""
     import numpy as np
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # freed at the end of the job
-    assert node.size == RANKS, f"{node.size} ranks on this node, not {RANKS}"
+    assert node.size == ranks, f"{node.size} ranks on this node, not {ranks}"
     large = np.zeros(1 << 26, np.uint8)
 
     def ping_pong(peer: int, nbytes: int, repeats: int) -> list[float]:
@@ -173,7 +172,7 @@ def link() -> dict[str, Any]:
         return samples
 
     result: dict[str, Any] = {}
-    for where, peer in (("inside a node", 1), ("across", RANKS)):
+    for where, peer in (("inside a node", 1), ("across", ranks))[ranks == 1 :]:
         ping_pong(peer, 8, 100)
         result[where] = {
             "seconds_of_8_bytes": statistics.median(ping_pong(peer, 8, 200)),
@@ -196,14 +195,14 @@ def link() -> dict[str, Any]:
 # ---- the jobs
 
 
-def launch(nodes: netns.Nodes, python: str, *argv: str) -> list[dict[str, Any]]:
-    """Run this file on the nodes, and return what each rank wrote.
+def launch(nodes: netns.Nodes, each: int, python: str, *argv: str) -> list[dict[str, Any]]:
+    """Run this file with so many ranks on each node, and return what each rank wrote.
 
     Raises:
         RuntimeError: the job failed or was late; with the end of what it printed.
     """
     root = str(Path(__file__).parents[1])
-    ranks = RANKS * len(nodes.names)
+    ranks = each * len(nodes.names)
     env = {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "WORLD_SIZE": str(ranks),
@@ -213,7 +212,7 @@ def launch(nodes: netns.Nodes, python: str, *argv: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         log, command = Path(folder, "log"), [python, "-m", "benchmarks.slow_network", *argv]
         try:
-            nodes.run(RANKS, *command, "--out", folder, env=env, log=log)
+            nodes.run(each, *command, "--ranks", str(each), "--out", folder, env=env, log=log)
         except subprocess.SubprocessError as error:
             raise RuntimeError(f"{argv} failed:\n{log.read_text()[-4000:]}") from error
         return [json.loads(Path(folder, f"rank{n}.json").read_text()) for n in range(ranks)]
@@ -250,6 +249,7 @@ def main() -> None:
     parser.add_argument("--model", default="small")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, default=2, help="on each node")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank in a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of a contender in a round")
@@ -274,12 +274,16 @@ def main() -> None:
     turns = [(name, dtype) for dtype in args.dtypes for name in pythons]
     samples: dict[str, list[list[dict[str, Any]]]] = {f"{n} {d}": [] for n, d in turns}
     with netns.two_nodes(args.rate) as nodes:
-        wire = {"tc": nodes.wire(), **launch(nodes, sys.executable, "--rank-of", "link")[0]}
+        wire = {
+            "tc": nodes.wire(),
+            **launch(nodes, args.ranks, sys.executable, "--rank-of", "link")[0],
+        }
         for number in range(args.rounds):
             first = number % len(turns)  # none is always first
             for name, dtype in turns[first:] + turns[:first]:
                 more = ["--rank-of", name, "--dtypes", dtype, *(["--keep"] if args.keep else [])]
-                samples[f"{name} {dtype}"].append(launch(nodes, pythons[name], *size, *more))
+                found = launch(nodes, args.ranks, pythons[name], *size, *more)
+                samples[f"{name} {dtype}"].append(found)
     rows = {name: row(rounds) for name, rounds in samples.items()}
     for name, figures in rows.items():
         print(
@@ -294,7 +298,7 @@ def main() -> None:
         model=args.model,
         parameters=sum(p.numel() for p in gpt.GPT(gpt.PRESETS[args.model], 0).parameters()),
         nodes=len(nodes.names),
-        ranks_per_node=RANKS,
+        ranks_per_node=args.ranks,
         threads_per_rank=1,
         micro_batch=args.batch,
         keeps_gathered=args.keep,

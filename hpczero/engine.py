@@ -462,6 +462,8 @@ class Engine:
             )
         self._check_not_held(what)
         self.synchronize()
+        for bucket in self._runtime.buckets:
+            bucket.await_news()
         self.world.gathers.meet(f"{what} after an update").result()  # nobody uses weights now
         self._finish_delayed()
 
@@ -761,7 +763,8 @@ class Engine:
         """Bring new weights to all, or let the next forward wait for each bucket that needs it."""
         buckets = [bucket for bucket in self._runtime.buckets if bucket.trainable]
         # Below stage 3 anybody may look at parameters as soon as `step` returns.
-        if self._optimizer.streams and self.plan.params.scope != "none":
+        scope = self.plan.params.scope
+        if scope == "node" or (scope == "world" and self._optimizer.streams):
             for bucket in buckets:
                 bucket.announce()
             return
@@ -824,6 +827,9 @@ class Engine:
         self._runtime.end_step()
         self._ledger.mark()
         self._traffic = self.world.traffic.take()
+        if not self._optimizer.streams:  # else what is used next isn't updated yet
+            for bucket in self._runtime.buckets:
+                bucket.publish_announced()  # counts as the next step's
         watch.here(step=self.global_steps + 1, phase="after step")
         if self._save_failed:
             self.wait_for_checkpoint()  # raises, on all ranks at the same step, which is complete

@@ -249,6 +249,10 @@ def test_changes_and_checkpoints_reach_all_nodes(dtype: str, two_nodes: MPI.Intr
         each.backward(each(tokens(RANK)))
         each.step()
     assert torch.equal(weights(engine)[1], weights(again)[1])
+    engine.backward(engine(tokens(RANK)))
+    engine.step()
+    engine.load_checkpoint(folder)  # while the step's weights may still be on their way
+    assert all(torch.equal(found[0], seen) for seen in weights(engine))
     if RANK == 0:
         shutil.rmtree(folder)
 

@@ -110,7 +110,7 @@ class Timeline:
         return Times(
             {what: seconds("program", cause) for what, cause in WAITS.items()},
             {
-                "gather": seconds("gathers", "gather"),
+                "gather": seconds("gathers", "gather") + seconds("reductions", "gather"),
                 "reduce": seconds("reductions", "reduce"),
                 "ranks": seconds("gathers", "wait") + seconds("reductions", "wait"),
             },

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from hpczero.comm.collectives import Count
+from hpczero.comm.courier import Courier
 from hpczero.comm.node import NodeMemory
 from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
@@ -277,10 +278,7 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait until the gathered weights can be read."""
-        if self._news is not None:
-            with self._world.timeline.wait("new weights", self.name):
-                self._news.result()
-            self._news = None
+        self.await_news()
         if self._here:
             return
         if self._ready is not None:
@@ -288,6 +286,13 @@ class Bucket:
         self._here = True
         for parameter, original in zip(self.params, self._classes, strict=True):
             parameter.__class__ = original
+
+    def await_news(self) -> None:
+        """Wait for new weights that have been posted."""
+        if self._news is not None:
+            with self._world.timeline.wait("new weights", self.name):
+                self._news.result()
+            self._news = None
 
     def _await_gathered(self, ready: Future[None]) -> None:
         with self._world.timeline.wait("gathers", self.name):
@@ -509,15 +514,26 @@ class Bucket:
         """Give the shard, once it is updated, to all ranks, or nodes, that have a copy."""
         if not self._publishes:
             return None
-        cargo = self._cargo("parameters", self.dtype)
-        within = until(self.updated)
-        return self._world.gathers.all_gather(cargo, self.full, self.shard, within=within)
+        return self._send(self._world.gathers)
+
+    def _send(self, courier: Courier) -> Future[None]:
+        cargo, within = self._cargo("parameters", self.dtype), until(self.updated)
+        return courier.all_gather(cargo, self.full, self.shard, within=within)
 
     def announce(self) -> None:
-        """Let the next use wait for the update, which goes on; all ranks call."""
+        """Let the next use wait for new weights, which are published then; all ranks call."""
         self._announced = True
         if self.gathered:
             self._post_news()
+
+    def publish_announced(self) -> None:
+        """Publish what is announced already now, while the program goes on; all ranks call.
+
+        Among the reductions, of which there are none now: nothing that is gathered next waits.
+        """
+        if self._announced and self._publishes:
+            self._announced = False
+            self._news = self._send(self._world.reductions)
 
     def _post_news(self) -> None:
         """Post what brings new weights, in the order in which they are used: the queue waits."""
