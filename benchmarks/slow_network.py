@@ -125,18 +125,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             world.mean(0.0)
 
     seconds, losses, crossed, warmed = [], [], [], {}
+    before = netns.payload()
     for number in range(WARMUP + args.steps):
         if world is not None and number == WARMUP:
             warmed = world.timeline.totals()
         batch = batches.micro_batch(number * size + rank)
-        before = netns.payload()  # the others wait for this rank
         meet()
         start = time.perf_counter()
         loss = contender.backward(*batch)
         contender.update()
         meet()  # all end with the slowest
         seconds.append(time.perf_counter() - start)
-        crossed.append(netns.payload() - before)
+        now = netns.payload()  # whatever crosses from here on counts as the next step's
+        crossed.append(now - before)
+        before = now
         losses.append(float(loss.detach()))
     result = {"seconds": seconds, "losses": losses, "payload": crossed, "sent": contender.sent()}
     if world is not None:

@@ -607,7 +607,7 @@ class Engine:
 
         Of all engines of the communicator since one of them ended a step. Also by purpose and by
         collective. `bytes` are logical (full vectors, an all-reduce twice), `sent` are those that
-        MPI moved, per rank.
+        MPI moved, per rank. New weights that cross under the next forward count in the next step.
         """
         model = sum(b.layout.numel * b.dtype.itemsize for b in self._runtime.buckets)
         return tabulate(self._traffic, model)
@@ -765,6 +765,7 @@ class Engine:
         # Below stage 3 anybody may look at parameters as soon as `step` returns.
         scope = self.plan.params.scope
         if scope == "node" or (scope == "world" and self._optimizer.streams):
+            self._runtime.outdate()
             for bucket in buckets:
                 bucket.announce()
             return
@@ -782,7 +783,8 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until the last step's update is complete; local. Every other method does so itself.
 
-        Only updates of what is kept in files go on after `step`.
+        Only updates of what is kept in files go on after `step`. What it has sent may still be on
+        its way to other nodes; whoever uses it waits for it.
 
         Raises:
             OSError: a file can't be read or written; names it.

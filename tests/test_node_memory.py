@@ -148,24 +148,29 @@ def test_the_last_of_a_node_gives_pages_back(two_nodes: MPI.Intracomm) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("scope", ["world", "node"])
 def test_changes_of_weights_that_stay_gathered_are_seen(
-    frozen: bool, two_nodes: MPI.Intracomm
+    scope: str, frozen: bool, two_nodes: MPI.Intracomm
 ) -> None:
-    losses = []
+    losses, sent = [], []
     for threshold in (0, 10**9):
         torch.manual_seed(0)
         model = TinyLM()
         model.blocks.requires_grad_(not frozen)
         settings = config(3, "bf16")
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+        settings["zero_optimization"]["partition_scope"] = scope
         engine = hpczero.Engine(model, settings, two_nodes)
         for step in range(3):
             engine.backward(engine(tokens(step * SIZE + RANK)))
             engine.step()
+            sent.append(engine.traffic()["by_purpose"].get("parameters", {}).get("sent", 0))
             with hpczero.GatheredParameters(model.blocks, modifier_rank=1):
                 model.blocks[1].up.weight.data.fill_(RANK + step)
             losses.append(engine.world.mean(engine(tokens(RANK)).item()))
     assert losses[:3] == losses[3:]
+    if scope == "node":
+        assert sent[:3] == sent[3:]
 
 
 def over_nodes(dtype: str = "fp32", **more: int) -> dict[str, Any]:

@@ -181,6 +181,7 @@ class World:
     def reclaim_node_memory(self) -> None:
         """Give back what all ranks have freed of the node's shared memory; all ranks call."""
         if self.node_memory is not None:
+            self.reductions.meet("freed node memory").result()  # nothing on its way uses any
             freed = self.node_memory.freed.copy()
             everyone = self.gathers.exchange_objects("freed node memory", freed).result()
             node = next(ranks for ranks in self.node_ranks if self.rank in ranks)
