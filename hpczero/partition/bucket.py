@@ -475,7 +475,7 @@ class Bucket:
         offset = self.span[0] - self._grads_lo
         states = dict(self._states)
         target = self._weights if self._staged is None else self._staged
-        return Task(self, self._grads, offset, self._master, states, target)
+        return Task(self._grads, offset, self._master, states, target)
 
     def count_update(self) -> None:
         """Count what an update on the host is brought from the device, and brings back."""

@@ -298,7 +298,7 @@ class ShardedOptimizer:
                 scale=scale,
             )
             inside.setdefault(id(segment.bucket), []).append((segment, constants))
-        tasks = [bucket.task() for bucket in self._buckets]
+        tasks = [(bucket, bucket.task()) for bucket in self._buckets]
         update = Update(tasks, inside, tile_size, part_size(self._limit))
         if not (self.streams or self.staged):
             update.run()

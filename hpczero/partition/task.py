@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hpczero.infinity.stream import Use
 from hpczero.infinity.tier import Array
 
-if TYPE_CHECKING:
-    from hpczero.partition.bucket import Bucket
-
 
 class Task(NamedTuple):
     """Hold what one update of a bucket works on, while the bucket goes on with the next step."""
 
-    bucket: Bucket
     grads: Array
     offset: int
     """Of the updated interval in `grads`."""

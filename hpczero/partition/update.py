@@ -25,7 +25,7 @@ Segments = Mapping[int, Sequence[tuple[Segment, AdamStep]]]
 class Update(NamedTuple):
     """Hold all that an update works on, so that the buckets can go on meanwhile."""
 
-    tasks: Sequence[Task]
+    tasks: Sequence[tuple[Bucket, Task]]
     segments: Segments
     tile_size: int
     """Of the kernel's twin in torch."""
@@ -39,8 +39,7 @@ class Update(NamedTuple):
             OSError: a file can't be read or written.
         """
         last: Bucket | None = None
-        for task, lo, hi in stream(self._chunks()):
-            bucket = task.bucket
+        for bucket, task, lo, hi in stream(self._chunks()):
             if last is not None and last is not bucket and not last.updated.done():
                 last.updated.set_result(None)  # what it has to write is on its way
             last = bucket
@@ -70,16 +69,16 @@ class Update(NamedTuple):
             bucket.updated.set_result(None)
 
     def _waited_for(self) -> Iterator[Bucket]:
-        return (task.bucket for task in self.tasks if not task.bucket.updated.done())
+        return (bucket for bucket, _ in self.tasks if not bucket.updated.done())
 
-    def _chunks(self) -> Iterator[Chunk[tuple[Task, int, int]]]:
+    def _chunks(self) -> Iterator[Chunk[tuple[Bucket, Task, int, int]]]:
         """Yield what is updated at a time: a bucket's interval, or parts of what is elsewhere."""
-        for task in self.tasks:
+        for bucket, task in self.tasks:
             numel = task.master.tensor.numel()
             size = max(numel, 1) if task.resident else self.streamed
             for lo in range(0, numel, size):
                 hi = min(lo + size, numel)
-                yield Chunk((task, lo, hi), task.uses(lo, hi))
+                yield Chunk((bucket, task, lo, hi), task.uses(lo, hi))
 
 
 class Updater:
