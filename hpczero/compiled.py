@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 
 def library(folder: str, stem: str) -> ctypes.CDLL | None:
@@ -13,3 +14,11 @@ def library(folder: str, stem: str) -> ctypes.CDLL | None:
         return None if path is None else ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
+
+
+def kernel(module: str, stem: str, name: str) -> Any:
+    """Return a function without result of the library beside a module's file; None without it."""
+    found: Any = getattr(library(str(Path(module).parent), stem), name, None)
+    if found is not None:
+        found.restype = None
+    return found

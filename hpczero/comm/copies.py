@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,4 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @functools.cache
 def _kernel() -> Any:
-    library = compiled.library(str(Path(__file__).parent), "_copy_cpu")
-    kernel: Any = getattr(library, "copy_streaming", None)
-    if kernel is not None:
-        kernel.restype = None
-    return kernel
+    return compiled.kernel(__file__, "_copy_cpu", "copy_streaming")

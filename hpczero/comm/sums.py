@@ -6,7 +6,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,7 +92,4 @@ def _name(tensor: torch.Tensor) -> str:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    kernel: Any = getattr(compiled.library(str(Path(__file__).parent), "_sum_cpu"), name, None)
-    if kernel is not None:
-        kernel.restype = None
-    return kernel
+    return compiled.kernel(__file__, "_sum_cpu", name)

@@ -106,7 +106,4 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    kernel: Any = getattr(_library(), name, None)
-    if kernel is not None:
-        kernel.restype = None
-    return kernel
+    return compiled.kernel(__file__, "_adam_cpu", name)

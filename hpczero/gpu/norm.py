@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,8 +59,4 @@ def _twin(flat: torch.Tensor) -> float:
 
 @functools.cache
 def _kernel(dtype: str) -> Any:
-    library = compiled.library(str(Path(__file__).parent), "_norm_cpu")
-    kernel: Any = getattr(library, f"squares_{dtype}", None)
-    if kernel is not None:
-        kernel.restype = None
-    return kernel
+    return compiled.kernel(__file__, "_norm_cpu", f"squares_{dtype}")
