@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hpczero.comm import watch
+from hpczero.comm import probe, watch
 from hpczero.comm.world import World
 from hpczero.config import Config
 from hpczero.data import DataError
@@ -22,6 +22,7 @@ from hpczero.doctor import doctor
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.gpt import PRESETS, GPTConfig
 from hpczero.partition.offload import TIERS
+from hpczero.partition.precision import multiplies_fast
 from hpczero.train import CHECKPOINTS, Settings, train
 
 DEVICES: dict[str, str] = {tier: device for device, tier in TIERS.items()}
@@ -34,7 +35,8 @@ OFFLOADS: dict[str, dict[str, str]] = {
 }
 """What each --offload keeps where, as far as the stage shards it."""
 
-# What holds without --config; Config() itself is DeepSpeed's bare default, stage 0 in fp32.
+# What holds without --config; Config() itself is DeepSpeed's bare default, stage 0 in fp32. Also in
+# fp32 where bf16 is slow.
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3},
@@ -132,8 +134,9 @@ def _model(args: argparse.Namespace) -> GPTConfig:
 
 def _config(args: argparse.Namespace) -> Config:
     """Return the Config of --config, or of our defaults, with the given flags on top."""
-    base = DEFAULTS
-    if args.config is not None:
+    if args.config is None:
+        base = _defaults(args)
+    else:
         try:
             base = Config.load(args.config).model_dump(exclude_unset=True)
         except OSError as error:
@@ -156,6 +159,15 @@ def _config(args: argparse.Namespace) -> Config:
     for path, value in _offload(args, stage).items():
         config = _with(config, path.split("."), value)
     return Config.load(config)
+
+
+def _defaults(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return DEFAULTS, in fp32 where rank 0's CPU is slow in bf16."""
+    if args.dtype is not None or probe.share(multiplies_fast(torch.bfloat16)):
+        return DEFAULTS
+    if args.progress and World.of().rank == 0:
+        print("in fp32, since this CPU is slow in bf16 (--dtype bf16 takes it all the same)")
+    return _with(DEFAULTS, ["bf16", "enabled"], False)
 
 
 def _offload(args: argparse.Namespace, stage: int) -> dict[str, object]:
@@ -295,8 +307,8 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
         "train",
         help="train a GPT on text or tokens",
         description="Train a GPT on text or tokens: mpiexec -n 4 hpczero train",
-        epilog="Without --config: stage 3, bf16, clip 1, lr 2e-3. With it, its keys and "
-        "DeepSpeed's defaults hold. Flags go before both.",
+        epilog="Without --config: stage 3, bf16 (fp32 where the CPU is slow in it), clip 1, "
+        "lr 2e-3. With it, its keys and DeepSpeed's defaults hold. Flags go before both.",
     )
     run = command.add_argument_group("the run")
     run.add_argument("--stage", type=int, choices=range(4), help="what is partitioned (3)")
@@ -310,7 +322,7 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     for what in ("params", "grads", "states"):
         run.add_argument(f"--{what}-on", choices=DEVICES, help=f"keep only {what} elsewhere")
-    run.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16)")
+    run.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16, if fast here)")
     run.add_argument("--config", type=Path, metavar="JSON", help="a config in DeepSpeed's keys")
     run.add_argument("--batch", type=_at_least(1), help=f"samples per micro-batch, rank ({BATCH})")
     run.add_argument("--accumulate", type=_at_least(1), help="micro-steps per step (1)")

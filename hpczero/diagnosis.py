@@ -214,6 +214,16 @@ def _check_devices(found: Report) -> Iterator[Problem]:
         )
 
 
+def _check_precision(found: Report) -> Iterator[Problem]:
+    if not found.torch["bf16_is_fast"]:
+        yield Problem(
+            "note",
+            "this CPU has no instructions by which torch multiplies bf16: a step may take 5 to 100 "
+            "times as long as in fp32",
+            "train in fp32 here, as `hpczero train` does unless told otherwise",
+        )
+
+
 def _check_h5py(found: Report) -> Iterator[Problem]:
     if not found.h5py["installed"]:
         yield Problem("warning", f"h5py doesn't load: {found.h5py['error']}", "pip install h5py")
@@ -262,6 +272,7 @@ _CHECKS: tuple[Callable[[Report], Iterator[Problem]], ...] = (
     _check_nodes,
     _check_shm,
     _check_devices,
+    _check_precision,
     _check_h5py,
     _check_folder,
     _check_import,

@@ -37,6 +37,7 @@ from hpczero.comm.machine import (
 from hpczero.comm.world import World
 from hpczero.diagnosis import SEVERITIES, Problem, Rank, Report, diagnose, in_words, plural
 from hpczero.infinity.speed import measure
+from hpczero.partition.precision import multiplies_fast
 from hpczero.train import share_cores
 
 SHOWN = 16  # ranks in the table
@@ -126,6 +127,7 @@ def examine(folder: Path | None = None) -> Report | None:
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
             "cuda_available": bool(devices),
+            "bf16_is_fast": bool(devices) or multiplies_fast(torch.bfloat16),
         },
         cupy=_cupy(),
         h5py=_h5py(),

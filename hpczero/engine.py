@@ -32,7 +32,7 @@ from hpczero.partition.hooks import Runtime, Unit
 from hpczero.partition.initial import Fill, Initial
 from hpczero.partition.offload import Offload
 from hpczero.partition.optimizer import ShardedOptimizer, clip_scale
-from hpczero.partition.precision import Precision
+from hpczero.partition.precision import Precision, multiplies_fast
 from hpczero.plan import Scope
 from hpczero.sizing import BucketShape, wire_bytes
 
@@ -102,6 +102,12 @@ class Engine:
         """Whether there is no backward in this micro-step yet."""
         self._precision = Precision.of(self.config)
         self._scaler = self._precision.scaler
+        compute = self._precision.compute
+        if self.rank == 0 and compute is not None and not multiplies_fast(compute):
+            log.warning(
+                f"this CPU has no instructions by which torch multiplies {compute}: a step may "
+                "take 5 to 100 times as long as in fp32"
+            )
         settings = agreement.settings(self.config.model_dump())
         agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
         self._offload = Offload(self.config, model, self.world, self._ledger)

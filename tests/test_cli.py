@@ -12,11 +12,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from launch import mpiexec
 
 from hpczero import cli, report
 from hpczero.comm.timeline import WAITS
 from hpczero.config import Config
+from hpczero.partition.precision import multiplies_fast
 from hpczero.train import Settings
 
 METRICS = [
@@ -66,7 +68,8 @@ def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     return refuse
 
 
-def test_defaults_are_stage_3_in_bf16(settings: Any) -> None:
+def test_defaults_are_stage_3_in_bf16(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "multiplies_fast", lambda dtype: True)
     found = settings()
     assert found.config.zero_optimization.stage == 3
     assert found.config.bf16.enabled
@@ -225,7 +228,8 @@ def check_run(out: Path, ranks: int, stage: int, dtype: str) -> None:
 
 def test_a_run_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["train", *SMALL, "--out", str(tmp_path)])
-    check_run(tmp_path, ranks=1, stage=3, dtype="bf16")
+    fast = multiplies_fast(torch.bfloat16)
+    check_run(tmp_path, ranks=1, stage=3, dtype="bf16" if fast else "fp32")
     output = capsys.readouterr().out
     assert "step 1/3  loss 5." in output
     assert "plain data parallel" in output
@@ -239,6 +243,22 @@ def test_a_run_on_two_ranks(tmp_path: Path, stage: int) -> None:
     check_run(tmp_path, ranks=2, stage=stage, dtype="fp32")
     assert "step 1/3" not in job.stdout
     assert job.stdout.count("plain data parallel") == 1
+
+
+def test_without_a_dtype_bf16_is_taken_only_where_it_is_fast(
+    settings: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "multiplies_fast", lambda dtype: False)
+    assert settings().config.compute == "fp32"
+    assert "slow in bf16" in capsys.readouterr().out
+    assert settings("--dtype", "bf16").config.compute == "bf16"
+    path = tmp_path / "ds.json"
+    path.write_text('{"bf16": {"enabled": true}}')
+    assert settings("--config", path).config.compute == "bf16"
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", cli.DTYPES)
@@ -423,7 +443,7 @@ def test_a_run_resumes_on_other_ranks_from_any_folder(tmp_path: Path, run_train:
 
 
 def test_nothing_to_resume_from_is_one_line(tmp_path: Path) -> None:
-    flags = [*SMALL, "--out", str(tmp_path / "out"), "--resume", str(tmp_path)]
+    flags = [*SMALL, "--dtype", "fp32", "--out", str(tmp_path / "out"), "--resume", str(tmp_path)]
     job = mpiexec(2, "-m", "hpczero", "train", *flags)
     assert job.returncode == 1
     line = f"hpczero: --resume: expected a checkpoint in {tmp_path}, found none"

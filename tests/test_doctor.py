@@ -149,7 +149,7 @@ def machine_with(**changes: Any) -> Report:
         launcher=Launcher("srun", 2, "none"),
         ranks=[rank(0), rank(1)],
         shm=[Shm("n1", 64 << 30, 60 << 30)],
-        torch={},
+        torch={"bf16_is_fast": True},
         cupy={},
         h5py={"installed": True, "parallel": True},
         devices=[],
@@ -216,6 +216,7 @@ def test_a_healthy_machine_has_no_problem() -> None:
         ({"speeds": [Speed("/nfs"), None]}, "note", "/nfs takes no direct I/O", "cache"),
         ({"complaints": ["driver too old"]}, "warning", "torch says: driver too old", "driver"),
         ({"devices": ["H200"]}, "note", "no pointers to GPU memory", "host memory"),
+        ({"torch": {"bf16_is_fast": False}}, "note", "multiplies bf16", "train in fp32"),
         (
             {"ranks": [rank(n, visible_devices=2) for n in range(3)]},
             "note", "3 ranks share 2 devices on n1", "one rank per device",
