@@ -17,13 +17,17 @@ import sys
 from pathlib import Path
 
 from benchmarks import delayed, page, scaling
-from benchmarks.machine import RESULTS, ROOT
+from benchmarks.machine import RESULTS, ROOT, dtypes
 from benchmarks.registry import BENCHMARKS
 
 
 def run(names: list[str], results: Path, quick: bool) -> None:
     """Run benchmarks one after the other; stop at the first that fails."""
     results.mkdir(parents=True, exist_ok=True)
+    if not (names or quick or "bf16" in dtypes()):
+        slow = [name for name, benchmark in BENCHMARKS.items() if "bf16" in benchmark.arguments]
+        print(f"== left out, as this CPU is slow in bf16, unless named: {', '.join(slow)}")
+        names = [name for name in BENCHMARKS if name not in slow]
     for name in names or BENCHMARKS:
         command = BENCHMARKS[name].command(results.absolute() / f"{name}.json", quick=quick)
         print(f"== {name}: {shlex.join(command)}", flush=True)

@@ -38,13 +38,17 @@ class Search:
     Args:
         name: of the contender.
         shape: hidden, heads and seq of all models.
+        dtype: "bf16" or "fp32".
         limit: bytes of peak PSS per rank.
         most: layers, at most: what the disk, or the patience, allows.
         steps: of each try.
     """
 
-    def __init__(self, name: str, shape: str, limit: int, most: int, steps: int) -> None:
-        self.name, self.shape, self.limit, self.most, self.steps = name, shape, limit, most, steps
+    def __init__(
+        self, name: str, shape: str, dtype: str, limit: int, most: int, steps: int
+    ) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.limit, self.most, self.steps = limit, most, steps
         self.tries: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
@@ -79,15 +83,15 @@ class Search:
         for known in self.tries:
             if known["layers"] == layers:
                 return known
-        found = train(self.name, layers, self.shape, self.steps)
+        found = train(self.name, layers, self.shape, self.dtype, self.steps)
         self.tries.append(found)
         return found
 
 
-def train(name: str, layers: int, shape: str, steps: int) -> dict[str, Any]:
+def train(name: str, layers: int, shape: str, dtype: str, steps: int) -> dict[str, Any]:
     """Train a model for a few steps, print a line, and return losses, times and memory."""
     model = f"{layers}x{shape}"
-    setting = replace(Setting.of(model, "bf16", 1, 2), lr=LR)
+    setting = replace(Setting.of(model, dtype, 1, 2), lr=LR)
     with Job(name, setting, watch=True) as job:
         building = [x["peak"] for x in job.ask("peak")]
         taken = [job.step() for _ in range(steps)]
@@ -117,6 +121,7 @@ def main() -> None:
     """Run the benchmark; starts the jobs itself."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="1600x25x128", help="HIDDENxHEADSxSEQ")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default=machine.dtypes()[-1])
     parser.add_argument("--mebibytes", type=int, default=2048, help="peak PSS per rank")
     parser.add_argument("--most", type=int, default=66, help="layers: 66 are 2.0e9 parameters")
     parser.add_argument("--steps", type=int, default=3)
@@ -127,7 +132,7 @@ def main() -> None:
     names = [name for name in args.contenders if available(name)]
     rows = {}
     for name in names:
-        rows[name] = Search(name, args.shape, limit, args.most, args.steps).run()
+        rows[name] = Search(name, args.shape, args.dtype, limit, args.most, args.steps).run()
         shutil.rmtree(Path(tempfile.gettempdir()) / "offload", ignore_errors=True)
         if "error" in rows[name]:
             print(f"{name:32}none: {rows[name]['error']}", flush=True)
@@ -137,7 +142,7 @@ def main() -> None:
             rows,
             shape=args.shape,
             limit=limit,
-            dtype="bf16",
+            dtype=args.dtype,
             ranks=2,
             steps=args.steps,
             absent=[name for name in args.contenders if name not in names],

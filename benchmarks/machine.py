@@ -23,6 +23,15 @@ _MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
 _MPI += "print(MPI.Get_library_version())"
 
 
+def dtypes() -> list[str]:
+    """Return what is worth timing here: bf16 comes last, where torch multiplies it fast."""
+    import torch
+
+    from hpczero.partition.precision import multiplies_fast
+
+    return ["fp32", *(["bf16"] if multiplies_fast(torch.bfloat16) else [])]
+
+
 def record(benchmark: str, rows: Any, *, launched: int = 1, **content: Any) -> dict[str, Any]:
     """Return a result with all FIELDS; costs a second, for the processes that it asks.
 

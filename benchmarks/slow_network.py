@@ -250,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="small")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=machine.dtypes())
     parser.add_argument("--ranks", type=int, default=2, help="on each node")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank in a step")
     parser.add_argument("--rounds", type=int, default=3)

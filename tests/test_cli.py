@@ -235,7 +235,7 @@ def test_a_run_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "plain data parallel" in output
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_on_two_ranks(tmp_path: Path, stage: int) -> None:
     flags = ["--stage", str(stage), "--dtype", "fp32", "--no-progress"]
     job = mpiexec(2, "-m", "hpczero", "train", *SMALL, *flags, "--out", str(tmp_path))

@@ -230,7 +230,7 @@ def causal_loss(model: Any, number: int) -> torch.Tensor:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+@pytest.mark.parametrize("make", [pytest.param(tiny_gpt2, marks=pytest.mark.slow), tiny_llama])
 def test_transformers_and_back(
     make: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

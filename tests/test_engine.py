@@ -91,7 +91,9 @@ def test_both_optimizers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"]
+)
 def test_recomputation_changes_nothing(recompute: str, dtype: str) -> None:
     runs = [
         train(lambda: TinyLM(recompute=recompute), lm_loss, config(stage, dtype))
@@ -238,7 +240,7 @@ def sizes_of_units() -> tuple[int, int]:
     ("reuse", "live", "gathers"),
     [
         (0, None, 8),  # root and three blocks, in forward and backward
-        (1, None, 7),  # backward begins with the root
+        pytest.param(1, None, 7, marks=pytest.mark.slow),  # backward begins with the root
         ("root + 1", None, 6),  # and goes on with the last block
         (10**9, None, 4),
         (10**9, "root + 2 blocks", 5),
@@ -604,7 +606,9 @@ def test_a_program_that_never_steps_keeps_no_list(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("node_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
+)
 def test_an_engine_that_is_dropped_is_gone(stage: int, node_memory: bool) -> None:
     settings = {**config(stage, accumulation=2), "node_memory": node_memory}
     engine = hpczero.Engine(TinyLM(recompute="reentrant"), settings)

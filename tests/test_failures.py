@@ -168,6 +168,7 @@ for prefetch in (0, "auto"):
     assert job(n, CASES + body).returncode == 0
 
 
+@pytest.mark.slow
 def test_different_branches_are_named_where_weights_stay(job: Callable[..., Job]) -> None:
     body = """
 kept = {"stage3_max_reuse_distance": 10**9}
@@ -200,6 +201,7 @@ for stage in STAGES:
     assert job(2, CASES + body.replace("STAGES", str(stages))).returncode == 0
 
 
+@pytest.mark.slow
 def test_different_branches_at_stages_0_to_2_are_zero_gradients(job: Callable[..., Job]) -> None:
     done = job(
         2,
@@ -293,7 +295,7 @@ if rank == 1:
 @pytest.mark.parametrize(
     ("stage", "accumulation"),
     [
-        pytest.param(s, a, marks=[] if (s, a) in {(0, 1), (3, 2)} else pytest.mark.slow)
+        pytest.param(s, a, marks=[] if (s, a) == (3, 2) else pytest.mark.slow)
         for s in range(4)
         for a in (1, 2)
     ],
@@ -310,13 +312,16 @@ def test_rank_that_ends_early_is_named(
     assert "rank 1: has left" in done.stdout
 
 
-@pytest.mark.parametrize("how", LEAVE)
+@pytest.mark.parametrize(
+    "how", [h if h == "in the middle" else pytest.param(h, marks=pytest.mark.slow) for h in LEAVE]
+)
 def test_rank_that_exits_with_0_is_named(how: str, job: Callable[..., Job]) -> None:
     done = job(2, leave(LEAVE[how], 3, 1))
     assert done.returncode != 0
     assert "rank 1: has left" in done.stdout
 
 
+@pytest.mark.slow
 def test_rank_that_leaves_one_of_several_worlds_is_named(job: Callable[..., Job]) -> None:
     other = "other = engine_of(0, comm=world.Dup())"
     done = job(2, leave("train(engine, 3)", 1, 1, before=other))
@@ -377,7 +382,7 @@ def on_rank_1(body: str, stage: int) -> str:
         ("forward", 3, 2),
         pytest.param("forward hook", 1, 2, marks=pytest.mark.slow),
         pytest.param("backward hook", 3, 3, marks=pytest.mark.slow),
-        ("gradient hook", 2, 2),
+        pytest.param("gradient hook", 2, 2, marks=pytest.mark.slow),
         ("loader thread", 3, 2),
         pytest.param("between", 0, 2, marks=pytest.mark.slow),
     ],
@@ -412,6 +417,7 @@ def test_failing_exit_of_one_rank_ends_all(job: Callable[..., Job]) -> None:
     assert_failed(done, "left with exit code 3 at step 3", "exit code 3")
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_all(job: Callable[..., Job]) -> None:
     done = job(3, on_rank_1("event()\nos.kill(os.getpid(), signal.SIGKILL)", 3))
     assert done.returncode != 0

@@ -64,7 +64,7 @@ def test_it_changes_no_bit(stage: int, dtype: str, accumulation: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "per_node"),
     [
-        pytest.param(stage, n, marks=[] if (stage, n) in {(1, 2), (3, 1), (3, 2)} else SLOW)
+        pytest.param(stage, n, marks=[] if (stage, n) in {(1, 2), (3, 1)} else SLOW)
         for stage in (0, 1, 2, 3)
         for n in (1, 2, 4)
     ],

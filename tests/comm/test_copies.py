@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import assert_built, build
 from launch import ROOT
 
-from hpczero import compiled
 from hpczero.comm import copies
 from hpczero.comm.copies import LARGE, copy_into
 
-GXX = shutil.which("g++")
 ROOM = 64
 CODE = """
 #include "streaming.h"
@@ -33,9 +30,7 @@ def values(count: int) -> torch.Tensor:
 
 
 def test_it_was_built() -> None:
-    if compiled.library(str(ROOT / "hpczero/comm"), "_copy_cpu") is None:
-        assert GXX is None, "there is a compiler, but the copy wasn't built"
-        pytest.skip("no compiler")
+    assert_built("hpczero/comm", "_copy_cpu")
     assert copies._kernel() is not None
 
 
@@ -85,15 +80,12 @@ def test_what_is_not_a_plain_copy_is_left_to_torch() -> None:
         copy_into(torch.empty(count), torch.empty(count + 1))
 
 
-@pytest.mark.parametrize("name", ["sse2", "avx2"])
+@pytest.mark.parametrize(("name", "level"), [("sse2", "x86-64"), ("avx2", "x86-64-v3")])
 @pytest.mark.parametrize("nbytes", [0, 64, 4096, 8192, 8256, 5 * 8192 + 4096 + 64])
-def test_every_instruction_set(name: str, nbytes: int, tmp_path: Path) -> None:
-    if GXX is None or f" {name} " not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"no compiler, or this machine doesn't run {name}")
+def test_every_instruction_set(name: str, level: str, nbytes: int, tmp_path: Path) -> None:
     (tmp_path / "copy.cpp").write_text(CODE.replace("NAME", name))
-    options = ["-O3", "-std=c++17", "-shared", "-fPIC", "-I", str(ROOT / "hpczero/comm")]
     library = tmp_path / "copy.so"
-    subprocess.run([GXX, *options, str(tmp_path / "copy.cpp"), "-o", str(library)], check=True)
+    build(tmp_path / "copy.cpp", library, level, "-I", str(ROOT / "hpczero/comm"))
     source, target = values(nbytes + 1)[1:], torch.full((nbytes + ROOM,), 7).byte()
     ctypes.CDLL(str(library)).copy_by(
         ctypes.c_void_p(target.data_ptr()),

@@ -97,6 +97,7 @@ def test_a_rank_that_never_builds_an_engine() -> None:
     assert "rank 1 waited 2 s (HPCZERO_TIMEOUT) for all 2 ranks to build" in job.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_busy_after_the_end() -> None:
     """Rank 0 writes its results, and the others wait for it to leave."""
     job = hang(2, "train(engine_of(3), 2)\nif rank == 0: time.sleep(5)\nprint('well')")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from kernels import assert_built, build, each_level
 from launch import ROOT
 
-from hpczero import compiled
 from hpczero.comm import sums
 from hpczero.comm.collectives import Staging
 
@@ -21,16 +19,7 @@ PAIRS = [
     (torch.float16, torch.float32), (torch.float64, torch.float64),
     (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
 ]  # fmt: skip
-LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4"]
-FLAGS = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
-GXX = shutil.which("g++")
 LARGE = 140_001  # elements, of any dtype past the caches
-
-
-def built() -> None:
-    if compiled.library(str(ROOT / "hpczero/comm"), "_sum_cpu") is None:
-        assert GXX is None, "there is a compiler, but the sum wasn't built"
-        pytest.skip("no compiler")
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +43,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("source", "result"), PAIRS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_it_is_the_twin(ranks: int, source: torch.dtype, result: torch.dtype) -> None:
-    built()
+    assert_built("hpczero/comm", "_sum_cpu")
     staging = Staging(ranks)
     half = ranks // 2
     nodes = [(), (ranks,), (1,) * ranks, *([(half, ranks - half), (1, ranks - 1)] if half else [])]
@@ -83,7 +72,7 @@ def test_nodes_are_summed_first() -> None:
 def test_large_results_go_past_the_caches(
     start: int, source: torch.dtype, result: torch.dtype
 ) -> None:
-    built()
+    assert_built("hpczero/comm", "_sum_cpu")
     staging, sources = Staging(2), [values(rank, LARGE, source) for rank in range(2)]
     mine, twin = (values(99, LARGE + 64, result) for _ in range(2))
     place = slice(start, start + LARGE)
@@ -95,7 +84,7 @@ def test_large_results_go_past_the_caches(
 @pytest.mark.parametrize("count", [5000, LARGE])
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_result_may_be_a_source(place: int, count: int) -> None:
-    built()
+    assert_built("hpczero/comm", "_sum_cpu")
     staging, sources = Staging(2), [values(rank, count, torch.bfloat16) for rank in range(2)]
     apart = torch.empty(count, dtype=torch.bfloat16)
     sums.sum_into(apart, sources, staging.sums, 2)
@@ -109,18 +98,12 @@ def test_a_pair_that_is_not_compiled_takes_the_twin() -> None:
     assert out.eq(2).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 def test_instruction_sets_agree(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built()
-    flags = Path("/proc/cpuinfo").read_text()
-    if GXX is None or FLAGS.get(level, "sse2") not in flags:
-        pytest.skip(f"this machine doesn't run {level}")
-    options = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    source, library = ROOT / "hpczero/comm/sum_cpu.cpp", tmp_path / "_sum_cpu.so"
-    build = [GXX, "-shared", "-fPIC", *options, f"-march={level}", "-DCLONES="]
-    subprocess.run([*map(str, build), "-o", str(library), str(source)], check=True)
+    assert_built("hpczero/comm", "_sum_cpu")
+    build(ROOT / "hpczero/comm/sum_cpu.cpp", tmp_path / "_sum_cpu.so", level)
     expected = []
     for use in (True, False):
         if not use:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import assert_built, build, each_level
 from launch import ROOT
 
 from hpczero.gpu import adam, reference
@@ -26,11 +25,10 @@ PAIRS = [
     (FP16, FP16), (None, FP64),
 ]  # fmt: skip
 needs_kernel = pytest.mark.skipif(adam.kernel_name() == "torch", reason="no compiled kernel here")
-GXX = shutil.which("g++")
 
 
-@pytest.mark.skipif(GXX is None, reason="no compiler")
 def test_the_kernel_was_built() -> None:
+    assert_built("hpczero/gpu", "_adam_cpu")
     assert adam.kernel_name().startswith("C++")
 
 
@@ -104,18 +102,12 @@ def test_bits_do_not_depend_on_cuts_and_threads(cuts: list[int], threads: int) -
     assert_same_bits(tuple(torch.cat(column) for column in zip(*parts, strict=True)), expected)
 
 
-@pytest.mark.skipif(GXX is None, reason="no compiler")
-@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@each_level
 def test_bits_do_not_depend_on_the_instruction_set(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
-    if known[level] not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this processor has no {known[level]}")
-    source, library = ROOT / "hpczero/gpu/adam_cpu.cpp", tmp_path / "adam.so"
-    flags = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    build = [GXX, "-shared", "-fPIC", *flags, f"-march={level}", "-DCLONES=", "-o", library, source]
-    subprocess.run([str(part) for part in build], check=True)
+    library = tmp_path / "adam.so"
+    build(ROOT / "hpczero/gpu/adam_cpu.cpp", library, level)
     built = ctypes.CDLL(str(library))
     monkeypatch.setattr(adam, "_kernel", lambda name: getattr(built, name, None))
     for weights, grad in PAIRS:

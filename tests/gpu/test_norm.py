@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from kernels import assert_built, build, each_level
 from launch import ROOT
 
-from hpczero import compiled
 from hpczero.gpu import norm
 from hpczero.gpu.norm import BLOCK, LANES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SIZES = [0, 1, LANES - 1, LANES, 3 * LANES + 5, BLOCK, 2 * BLOCK + 4099]
-LEVELS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
-GXX = shutil.which("g++")
 
 
 def values(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,9 +24,7 @@ def values(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_it_was_built() -> None:
-    if compiled.library(str(ROOT / "hpczero/gpu"), "_norm_cpu") is None:
-        assert GXX is None, "there is a compiler, but the norm wasn't built"
-        pytest.skip("no compiler")
+    assert_built("hpczero/gpu", "_norm_cpu")
     assert all(norm._kernel(str(dtype).removeprefix("torch.")) for dtype in DTYPES)
 
 
@@ -77,16 +71,11 @@ def test_strides_take_the_twin() -> None:
     assert norm.sum_of_squares(flat[::2]) == norm._twin(flat[::2].clone())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 def test_instruction_sets_agree(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if GXX is None or LEVELS[level] not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"no compiler, or this machine doesn't run {level}")
-    source, library = ROOT / "hpczero/gpu/norm_cpu.cpp", tmp_path / "_norm_cpu.so"
-    options = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    build = [GXX, "-shared", "-fPIC", *options, f"-march={level}", "-DCLONES="]
-    subprocess.run([*build, "-o", str(library), str(source)], check=True)
+    build(ROOT / "hpczero/gpu/norm_cpu.cpp", tmp_path / "_norm_cpu.so", level)
     monkeypatch.setattr(norm, "__file__", str(tmp_path / "norm.py"))
     norm._kernel.cache_clear()
     try:

@@ -154,7 +154,7 @@ def test_it_differs_from_undelayed_updates(tmp_path: Path) -> None:
     "more",
     [{"gradient_clipping": 0.1}, pytest.param({"gradient_accumulation_steps": 3}, marks=SLOW)],
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=SLOW), "fp16"])
 def test_stages_and_tiers_agree(tmp_path: Path, dtype: str, more: dict[str, Any]) -> None:
     """With clipping, accumulation, and steps that overflow and are skipped."""
     if dtype == "fp16":
@@ -175,7 +175,7 @@ def test_stages_and_tiers_agree(tmp_path: Path, dtype: str, more: dict[str, Any]
     assert (skipped[0] > 0) == (dtype == "fp16")
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=SLOW), "nvme"])
 def test_a_checkpoint_ends_the_delay_and_goes_on_alike(
     tmp_path: Path, shared_tmp: Path, device: str
 ) -> None:

@@ -170,7 +170,7 @@ def test_sub_groups_change_no_bit(size: int, monkeypatch: pytest.MonkeyPatch) ->
     assert max(sizes) <= max(64, size)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bf16_and_accumulation(accumulation: int) -> None:
     def run(stage: int, dtype: str = "bf16") -> Any:
         settings = config(stage, dtype, accumulation, clip=0.1, kind="Lamb")
