@@ -75,7 +75,7 @@ check: setup ## lint, formatting, types
 	$(BIN)/mypy
 
 # The peers: DeepSpeed is installed beside torch, which has the others.
-bench: setup ## run BENCHMARKS="name ..." (all: more than an hour), and make docs/results.md
+bench: setup ## run BENCHMARKS="name ...", or all that lack a result of this code (two hours); make docs/results.md
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[bench]"
 	$(BIN)/python -m benchmarks run $(BENCHMARKS)
 	$(BIN)/python -m benchmarks page

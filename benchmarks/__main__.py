@@ -1,7 +1,7 @@
 """List, run and tabulate the benchmarks.
 
 python -m benchmarks list
-python -m benchmarks run                     # all of them, into benchmarks/results
+python -m benchmarks run                     # those without a result of this code and processor
 python -m benchmarks run step-small-fp32 adam
 python -m benchmarks run --quick --results /tmp/x
 python -m benchmarks page                    # docs/results.md anew from benchmarks/results
@@ -17,21 +17,35 @@ import sys
 from pathlib import Path
 
 from benchmarks import delayed, page, scaling
-from benchmarks.machine import RESULTS, ROOT, dtypes
+from benchmarks.machine import RESULTS, ROOT, dtypes, is_current
 from benchmarks.registry import BENCHMARKS
 
 
 def run(names: list[str], results: Path, quick: bool) -> None:
-    """Run benchmarks one after the other; stop at the first that fails."""
+    """Run benchmarks one after the other; stop at the first that fails.
+
+    Without names, those of which there is no result of this code and processor yet: so a run that
+    was broken off goes on. In bf16 only where that isn't slow.
+    """
     results.mkdir(parents=True, exist_ok=True)
-    if not (names or quick or "bf16" in dtypes()):
-        slow = [name for name, benchmark in BENCHMARKS.items() if "bf16" in benchmark.arguments]
-        print(f"== left out, as this CPU is slow in bf16, unless named: {', '.join(slow)}")
-        names = [name for name in BENCHMARKS if name not in slow]
-    for name in names or BENCHMARKS:
+    for name in names or _wanted(results, quick):
         command = BENCHMARKS[name].command(results.absolute() / f"{name}.json", quick=quick)
         print(f"== {name}: {shlex.join(command)}", flush=True)
         subprocess.run(command, check=True, cwd=ROOT)
+
+
+def _wanted(results: Path, quick: bool) -> list[str]:
+    kept = [name for name in BENCHMARKS if is_current(results / f"{name}.json")]
+    slow = [name for name, benchmark in BENCHMARKS.items() if "bf16" in benchmark.arguments]
+    if quick or "bf16" in dtypes():
+        slow = []
+    for why, left_out in (
+        ("there is a result of this code", kept),
+        ("this CPU is slow in bf16", slow),
+    ):
+        if left_out:
+            print(f"== left out unless named, as {why}: {', '.join(left_out)}")
+    return [name for name in BENCHMARKS if name not in {*kept, *slow}]
 
 
 def main() -> None:

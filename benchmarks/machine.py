@@ -106,6 +106,20 @@ def dirty() -> bool:
     return bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs"))
 
 
+def is_current(result: Path) -> bool:
+    """Tell whether a result was measured with the code that is here, on such a processor."""
+    if not result.exists():
+        return False
+    found = json.loads(result.read_text())
+    code = ("hpczero", "benchmarks", f":!{RESULTS.relative_to(ROOT)}")
+    same = _run_git("diff", "--quiet", found["commit"], "--", *code).returncode == 0
+    return same and not found["dirty"] and found["machine"]["cpu"] == cpu()
+
+
 def _git(*words: str) -> str:
-    told = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    told = _run_git(*words)
     return told.stdout.strip() if told.returncode == 0 else "unknown"
+
+
+def _run_git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)

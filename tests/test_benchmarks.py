@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, environment
 
-from benchmarks import netns, page
+from benchmarks import machine, netns, page
 from benchmarks.machine import FIELDS, RESULTS
 from benchmarks.registry import BENCHMARKS
 
@@ -50,6 +50,42 @@ def test_a_missing_result_is_named(tmp_path: Path) -> None:
     text = page.render(page.PAGE.read_text(), tmp_path)
     assert text.count("Not measured yet: `python -m benchmarks run ") == len(page.TABLES)
     assert "run scaling-1 scaling-2 scaling-4`." in text
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_result_is_current_while_code_and_processor_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=me", "-c", "user.email=me@here")
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def current(**changes: object) -> bool:
+        known = {"commit": commit, "dirty": False, "machine": {"cpu": machine.cpu()}}
+        result.write_text(json.dumps(known | changes))
+        return machine.is_current(result)
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "RESULTS", tmp_path / "benchmarks/results")
+    result, code = tmp_path / "benchmarks/results/x.json", tmp_path / "hpczero/code.py"
+    for folder in (result.parent, code.parent):
+        folder.mkdir(parents=True)
+    code.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "code")
+    commit = git("rev-parse", "HEAD")
+    assert not machine.is_current(result)
+    assert current()
+    git("add", ".")
+    git("commit", "-m", "a result, which is no code")
+    assert current()
+    assert not current(dirty=True)
+    assert not current(machine={"cpu": "another"})
+    assert not current(commit="0" * 40)
+    code.write_text("2")
+    assert not current()
 
 
 @pytest.mark.slow
