@@ -113,7 +113,8 @@ def test_a_program_may_end_right_after_a_step(tmp_path: Path, params: str) -> No
         "os.pwritev = lambda *args: (time.sleep(0.2 * rank), write(*args))[1]\n"
         "train(engine, 1)",
     )
-    assert (done.returncode, done.stdout) == (0, "")
+    said = [line for line in done.stdout.splitlines() if "as long as in fp32" not in line]
+    assert (done.returncode, said) == (0, [])  # but for what some CPUs are told about bf16
     assert len(list(tmp_path.iterdir())) == 2
 
 
