@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hpczero
+from hpczero.checkpoints import checkpointer
 from hpczero.checkpoints.consolidate import consolidate
 from hpczero.checkpoints.reader import Checkpoint
 from hpczero.errors import CheckpointError
@@ -700,6 +705,84 @@ def test_an_asynchronous_save_is_of_the_moment_of_the_call(layout: Any, folder: 
         found.append(whole(again))
         assert run(again, feature_loss, 3) == through
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_engines_save_one_after_the_other(
+    asynchronous: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a courier, though one's disk is slow on one rank."""
+    inner = checkpointer.save
+
+    def slow(root: Path, *args: Any) -> None:
+        time.sleep(0.3 * (RANK == SIZE - 1 and root.name == "first"))
+        inner(root, *args)
+
+    monkeypatch.setattr(checkpointer, "save", slow)
+    engines = [engine_of(lm, config(stage)) for stage in (1, 3)]
+    for engine, name in zip(engines, ("first", "second"), strict=True):
+        run(engine, lm_loss, 1)
+        (folder / name).mkdir(exist_ok=True)
+    engines[0].save_checkpoint(folder / "first", asynchronous=True)
+    engines[1].save_checkpoint(folder / "second", asynchronous=asynchronous)
+    engines[0].wait_for_checkpoint()
+    engines[1].load_checkpoint(folder / "first")
+    assert_equal(whole(engines[0]), whole(engines[1]))
+    engines[0].load_checkpoint(folder / "second")
+
+
+def test_an_engine_that_has_saved_asynchronously_is_gone_when_dropped(folder: Path) -> None:
+    engine = engine_of(lm, config(3))
+    run(engine, lm_loss, 1)
+    engine.save_checkpoint(folder, asynchronous=True)
+    assert engine._checkpointer is not None
+    writing, alive = engine._checkpointer._writing, weakref.ref(engine._runtime.buckets[0])
+    assert writing is not None
+    writing.result()
+    del engine
+    for thread in threading.enumerate():
+        if thread.name == "hpczero-checkpoint":
+            thread.join()
+    gc.collect()
+    engine_of(lm, config(3))  # nobody carries anything of the first one
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "AMSGrad"])
+def test_parameters_in_several_segments_go_on(kind: str, folder: Path) -> None:
+    settings = config(1, optimizer=None)
+    settings["zero_optimization"]["sub_group_size"] = 64
+    engine, again = (engine_of(lm, settings, optimizer=OPTIMIZERS[kind]) for _ in range(2))
+    run(engine, lm_loss, 2)
+    engine.save_checkpoint(folder)
+    again.load_checkpoint(folder)
+    assert run(again, lm_loss, 3) == run(engine, lm_loss, 3)
+    assert_equal(whole(engine), whole(again))
+
+
+def test_states_that_could_not_be_read_leave_a_whole_optimizer() -> None:
+    engine = engine_of(lm, config(2))
+    run(engine, lm_loss, 1)
+    optimizer = engine._optimizer
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    saved = {
+        name: (("exp_avg", "exp_avg_sq"), {"step": torch.tensor(float(number % 3))})
+        for number, name in enumerate(names)
+    }
+
+    def broken(*_: object) -> torch.Tensor:
+        raise OSError("damaged")
+
+    with pytest.raises(OSError, match="damaged"):
+        optimizer.restore(saved, broken)
+    run(engine, lm_loss, 1)
+    optimizer.restore(saved, lambda kind, name, start, stop: torch.ones(stop - start))
+    found = engine.full_optimizer_state()
+    for number, name in enumerate(names if RANK == 0 else []):
+        assert found[name]["step"] == number % 3
+        assert found[name]["exp_avg"].eq(1).all()
+    run(engine, lm_loss, 1)
 
 
 def test_a_failed_asynchronous_save_is_raised_by_a_step_on_all_ranks(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,11 +38,11 @@ _WRITING: set[Checkpointer] = set()
 
 @atexit.register  # after h5py's, so before it: h5py must not shut down while a thread still writes
 def _finish() -> None:
-    try:
-        while _WRITING:
-            next(iter(_WRITING)).wait()
-    except CheckpointError as error:
-        watch.fail_with(error, error.__traceback__, "failed")
+    writing = [one._writing for one in list(_WRITING) if one._writing is not None]
+    concurrent.futures.wait(writing)
+    for error in (future.exception() for future in writing):
+        if error is not None:
+            watch.fail_with(error, error.__traceback__, "failed")
 
 
 class Loaded(NamedTuple):
@@ -106,7 +107,7 @@ class Checkpointer:
                 "(HDF5_MPI=ON CC=mpicc HDF5_DIR=... pip install --no-binary=h5py "
                 "--no-build-isolation h5py), or let each rank write its own file: layout='files'"
             )
-        self.wait()
+        self._wait_for_all()
 
         def take() -> Snapshot:
             encoded = {key: encode(fact, key) for key, fact in facts.items()}
@@ -138,7 +139,7 @@ class Checkpointer:
             CheckpointError: on all ranks, if any finds something missing, damaged or not matching,
                 or another checkpoint than the others.
         """
-        self.wait()
+        self._wait_for_all()
         what = "the checkpoint can't be loaded"
         optimizer = self._optimizer if with_optimizer else None
         loading = agree(self._courier, what, lambda: self._match(root, tag, optimizer, strict))
@@ -165,7 +166,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks, if any finds something missing, damaged or not matching.
         """
-        self.wait()
+        self._wait_for_all()
 
         def match() -> Weights:
             weights = Weights(open_source(), self._module, self._buckets)
@@ -195,6 +196,15 @@ class Checkpointer:
         _WRITING.discard(self)
         if writing is not None:
             writing.result()
+
+    def _wait_for_all(self) -> None:
+        """Wait for what is being written, of other engines of this World too.
+
+        They share a Courier, which must be called in one order on all ranks.
+        """
+        others = [one for one in list(_WRITING) if one._world is self._world and one is not self]
+        concurrent.futures.wait([one._writing for one in others if one._writing is not None])
+        self.wait()
 
     def _publish(self) -> None:
         """Bring what was read to all who keep a copy."""
@@ -240,9 +250,10 @@ class Checkpointer:
             with self._world.timeline.span("checkpoints", f"save {snapshot.manifest.tag}", "io"):
                 save(root, snapshot, self._courier, keep_last)
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(error)  # and stays among those whom the job's end hears of
         else:
             future.set_result(None)
+            _WRITING.discard(self)
 
     # What is saved #
 

@@ -64,7 +64,7 @@ class NodeMemory:
 
     def __init__(self, file: int, rank: int, size: int) -> None:
         self.file = file
-        weakref.finalize(self, os.close, file)
+        weakref.finalize(self, os.close, file).atexit = False  # couriers may be at work until then
         self._next = rank * _REGION
         self._next_shared = self._first_shared = size * _REGION
         self._ranges: dict[int, tuple[int, int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -109,6 +110,7 @@ class ShardedOptimizer:
         self._accounted = dict.fromkeys(self._buckets, 0)
         """Bytes of the states that torch's optimizer has made."""
         self._account()
+        self._updater = Updater()
         if self._ours:
             for segment in self._segments:
                 self.inner.state[segment.master] = {
@@ -116,7 +118,11 @@ class ShardedOptimizer:
                     "exp_avg": segment.of(segment.bucket.state("exp_avg")),
                     "exp_avg_sq": segment.of(segment.bucket.state("exp_avg_sq")),
                 }
-        self._updater = Updater()
+            # Weak: a scheduler of the user's may keep the optimizer for longer than the engine is.
+            settle, adopt = weakref.WeakMethod(self._settle), weakref.WeakMethod(self._adopt)
+            self.inner.register_state_dict_pre_hook(lambda _: _call(settle))
+            self.inner.register_load_state_dict_pre_hook(lambda *_: _call(settle))
+            self.inner.register_load_state_dict_post_hook(lambda _: _call(adopt))
 
     def _refine(self, segments: Sequence[Segment]) -> list[Segment]:
         """Cut segments as the kind of optimizer needs it; our Adam needs nothing."""
@@ -216,6 +222,27 @@ class ShardedOptimizer:
         if known != len(self.inner.state):  # torch makes states at the first step
             self._account()
 
+    def _settle(self) -> None:
+        """See before `state_dict` and `load_state_dict` that all states are here and complete."""
+        in_files = [bucket.name for bucket in self._buckets if bucket.states_on == "file"]
+        if in_files:
+            raise RuntimeError(
+                f"expected states in memory, found those of {len(in_files)} buckets in files "
+                f"({in_files[0]!r} first): engine.full_optimizer_state() returns them, "
+                "engine.save_checkpoint() and load_checkpoint() keep them"
+            )
+        self.join()
+
+    def _adopt(self) -> None:
+        """Move what `load_state_dict` has brought to where updates look for it."""
+        for segment in self._segments:
+            state = self.inner.state[segment.master]
+            for kind in ("exp_avg", "exp_avg_sq"):
+                kept = segment.of(segment.bucket.state(kind))
+                kept.copy_(state[kind]) if kind in state else kept.zero_()
+                state[kind] = kept
+            state.setdefault("step", torch.zeros(()))
+
     def full_state(self) -> dict[str, dict[str, Any]]:
         """Return each parameter's state, whole, on rank 0, {} elsewhere; all ranks call.
 
@@ -269,13 +296,13 @@ class ShardedOptimizer:
             saved: by parameter name; others keep the states that they have.
             read: returns elements [start, stop) of a kind of a parameter.
         """
-        restored: list[Segment] = []
+        # All are cut before any is read: what can't be read must leave a whole optimizer behind.
+        self._segments = states.cut(self.inner, self._segments, saved)
+        self._by_master = {id(segment.master): segment for segment in self._segments}
         for bucket in self._buckets:
             segments = [segment for segment in self._segments if segment.bucket is bucket]
             with bucket.states_here():
-                restored += states.restore(self.inner, segments, saved, read)
-        self._segments = restored
-        self._by_master = {id(segment.master): segment for segment in self._segments}
+                states.fill(self.inner, segments, saved, read)
         self._account()
 
     def _adam(
@@ -381,3 +408,9 @@ def refuse_unless_elementwise(kind: type[Optimizer], defaults: Mapping[str, Any]
             f"expected an elementwise optimizer, but {kind.__name__} updates a matrix otherwise "
             f"than its two flat halves; {cure}"
         )
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()

@@ -6,6 +6,7 @@ States that have a value for each element are called kinds ("exp_avg"), the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -53,29 +54,35 @@ def describe(optimizer: Optimizer, segments: Sequence[Segment], bucket: Bucket) 
     return result
 
 
-def restore(
-    optimizer: Optimizer,
-    segments: Sequence[Segment],
-    saved: Mapping[str, Saved],
-    read: Callable[[str, str, int, int], torch.Tensor],
+def cut(
+    optimizer: Optimizer, segments: Sequence[Segment], saved: Mapping[str, Saved]
 ) -> list[Segment]:
-    """Give an optimizer saved states; return its segments, cut where scalars differ.
-
-    Parameters that aren't saved keep the states that they have.
-
-    Args:
-        optimizer: over the segments' masters.
-        segments: all of this rank.
-        saved: kinds and scalars by parameter name.
-        read: returns elements [start, stop) of a kind of a parameter.
-    """
+    """Return the segments of an optimizer, cut where saved scalars differ within one."""
     parts = {
         id(segment.master): [segment] if _alike(segment, saved) else by_parameter(segment)
         for segment in segments
     }
     replace(optimizer, parts)
-    result = [part for segment in segments for part in parts[id(segment.master)]]
-    for segment in result:
+    return [part for segment in segments for part in parts[id(segment.master)]]
+
+
+def fill(
+    optimizer: Optimizer,
+    segments: Sequence[Segment],
+    saved: Mapping[str, Saved],
+    read: Callable[[str, str, int, int], torch.Tensor],
+) -> None:
+    """Give an optimizer saved states.
+
+    Parameters that aren't saved keep the states that they have.
+
+    Args:
+        optimizer: over the segments' masters.
+        segments: some of this rank's, cut.
+        saved: kinds and scalars by parameter name.
+        read: returns elements [start, stop) of a kind of a parameter.
+    """
+    for segment in segments:
         inside = [place for place in _slots(segment) if place[0].name in saved]
         if not inside:
             continue
@@ -88,8 +95,7 @@ def restore(
             for slot, start, stop in inside:
                 values = read(kind, slot.name, start - slot.start, stop - slot.start)
                 state[kind][start - offset : stop - offset].copy_(values)
-        state.update(scalars)
-    return result
+        state.update(deepcopy(scalars))  # torch counts in place: each segment for itself
 
 
 def _joined(parts: Sequence[tuple[int, torch.Tensor]], numel: int) -> torch.Tensor:

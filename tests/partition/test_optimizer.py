@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,3 +280,44 @@ def test_missing_and_foreign_parameters_are_named() -> None:
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=1)
     with pytest.raises(ValueError, match=r"1 parameters that the model hasn't.*\(3,\)"):
         hpczero.Engine(model, settings(1), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, hpczero.Lamb])
+def test_state_dicts_of_the_optimizer(kind: Any, stage: int) -> None:
+    """A rank's own, as in a plain loop."""
+
+    def step(engine: hpczero.Engine) -> float:
+        loss = engine(tokens(engine.global_steps * SIZE + RANK))
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    def made() -> hpczero.Engine:
+        torch.manual_seed(0)
+        model = TinyLM()
+        return hpczero.Engine(model, settings(stage), optimizer=kind(model.parameters(), lr=1e-2))
+
+    def moments(engine: hpczero.Engine) -> list[torch.Tensor]:
+        states = engine.full_optimizer_state()
+        return [state["exp_avg"] for state in states.values() if "exp_avg" in state]
+
+    engine, other = made(), made()
+    fresh = deepcopy(other.optimizer.state_dict())
+    for one in (engine, other):
+        step(one), step(one)
+    trained = deepcopy(engine.optimizer.state_dict())
+    other.optimizer.load_state_dict(fresh)
+    assert all(not moment.any() for moment in moments(other))
+    other.optimizer.load_state_dict(trained)
+    assert all(map(torch.equal, moments(engine), moments(other)))
+    assert [step(other), step(other)] == [step(engine), step(engine)]
+
+
+def test_states_in_files_are_in_no_state_dict(tmp_path: Path) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    engine = hpczero.Engine(TinyLM(), {"zero_optimization": zero, "optimizer": {"type": "Adam"}})
+    with pytest.raises(RuntimeError, match=r"in files .* engine.full_optimizer_state\(\)"):
+        engine.optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"load_checkpoint\(\)"):
+        engine.optimizer.load_state_dict({"state": {}, "param_groups": []})
