@@ -181,6 +181,28 @@ for warm in (0, 2):
     assert job(2, CASES + body).returncode == 0
 
 
+@pytest.mark.slow
+def test_engines_that_take_turns_in_another_order_are_named(job: Callable[..., Job]) -> None:
+    body = """
+for stage in (1, 3):
+    comm = world.Dup()
+    engines = [engine_of(stage, 1, "auto", comm) for _ in range(2)]
+    for engine in engines:
+        train(engine, 1)
+    before = [weights(engine) for engine in engines]
+    try:
+        for engine in engines if rank == 0 else reversed(engines):
+            train(engine, 1)
+    except hpczero.Disagreement as error:
+        assert "rank 0: engine 1 of" in str(error) and "rank 1: engine 2 of" in str(error), error
+    else:
+        raise AssertionError("nobody noticed")
+    for engine, kept in zip(engines, before):
+        assert all(map(torch.equal, weights(engine), kept))
+"""
+    assert job(2, CASES + body).returncode == 0
+
+
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_different_micro_steps_are_named(stages: tuple[int, int], job: Callable[..., Job]) -> None:
     body = """

@@ -85,8 +85,11 @@ class World:
         reasons: list[str] = comm.allgather(reason)
         useful = columns(self.node_ranks)
         if not useful and self.nodes < self.size and not any(reasons):
-            sizes = ", ".join(str(len(ranks)) for ranks in self.node_ranks)
-            reasons = [f"its ranks per node are {sizes}, not evenly spread"]
+            found = "; ".join(", ".join(map(str, ranks)) for ranks in self.node_ranks)
+            reasons = [
+                f"the ranks of its nodes are {found}: expected equally many on each, numbered by "
+                "blocks or in turns"
+            ]
         self.node_memory = None if any(reasons) or not useful else memory
         """Memory that all ranks of the node see; None if any node has none, or it doesn't help."""
         self.no_node_memory = next((text for text in reasons if text), "")
@@ -99,6 +102,8 @@ class World:
         self.link = self._measure() if columned else FREE
         """Between nodes, as rank 0 found it; FREE where there is one, or no node memory."""
         self.library: str = MPI.Get_library_version().splitlines()[0].strip(" \0")
+        self.engines = 0
+        """Made so far, by all ranks together."""
         self.traffic = Traffic()
         self.timeline = Timeline()
         self._fate = Fate()
