@@ -155,10 +155,7 @@ def _config(args: argparse.Namespace) -> Config:
     for path, value in flags.items():
         if value is not None:
             config = _with(config, path.split("."), value)
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    for path, value in _offload(args, stage).items():
-        config = _with(config, path.split("."), value)
-    return Config.load(config)
+    return Config.load(_offload(args, config))
 
 
 def _defaults(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -170,25 +167,27 @@ def _defaults(args: argparse.Namespace) -> Mapping[str, Any]:
     return _with(DEFAULTS, ["bf16", "enabled"], False)
 
 
-def _offload(args: argparse.Namespace, stage: int) -> dict[str, object]:
-    """Return the keys that the flags of offloading set."""
+def _offload(args: argparse.Namespace, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config with what the flags of offloading ask for."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
     asked = OFFLOADS.get(args.offload, {})
     params = args.params_on or (asked.get("params") if stage == 3 else None)
     grads = args.grads_on or (asked.get("grads") if stage >= 2 else None)
     states = args.states_on or asked.get("states")
-    zero, folder = "zero_optimization", str(args.offload_dir or args.out / "offload")
-    flags: dict[str, object] = {}
-    if params is not None:
-        flags[f"{zero}.offload_param.device"] = DEVICES[params]
-    if states is not None:
-        flags[f"{zero}.offload_optimizer.device"] = DEVICES[states]
-    if grads is not None:
-        flags[f"{zero}.offload_optimizer.gradients"] = DEVICES[grads]
-    if params == "file":
-        flags[f"{zero}.offload_param.nvme_path"] = folder
-    if "file" in (grads, states):
-        flags[f"{zero}.offload_optimizer.nvme_path"] = folder
-    return flags
+    for section, key, tier in (
+        ("offload_param", "device", params),
+        ("offload_optimizer", "device", states),
+        ("offload_optimizer", "gradients", grads),
+    ):
+        if tier is not None:
+            config = _with(config, ["zero_optimization", section, key], DEVICES[tier])
+    folder = str(args.offload_dir or args.out / "offload")
+    for section in ("offload_param", "offload_optimizer"):
+        found = config.get("zero_optimization", {}).get(section, {})
+        in_files = "nvme" in (found.get("device"), found.get("gradients"))
+        if in_files and (args.offload_dir or not found.get("nvme_path")):
+            config = _with(config, ["zero_optimization", section, "nvme_path"], folder)
+    return config
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:

@@ -726,7 +726,7 @@ class Engine:
 
         The one exchange of a step (design: norms, signatures of gathers, late gradients).
         """
-        # Engines that are alike are told apart here only: the signatures of their buckets are equal.
+        # Engines that are alike are told apart only here: their buckets have equal signatures.
         uses = [*self._runtime.uses, f"engine {self._number} of those on this communicator"]
         record = _RECORD.pack(
             self._optimizer.norm_squared(),

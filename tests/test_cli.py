@@ -364,7 +364,7 @@ def _tier(offload: str, kind: str) -> str:
     return {"none": "device", "host": "device" if kind == "params" else "host"}.get(offload, "file")
 
 
-def test_flags_of_offloading_are_keys(settings: Any) -> None:
+def test_flags_of_offloading_are_keys(settings: Any, tmp_path: Path) -> None:
     def keys(*flags: str) -> tuple[Any, ...]:
         zero = settings(*flags).config.zero_optimization
         optimizer, param = zero.offload_optimizer, zero.offload_param
@@ -379,6 +379,12 @@ def test_flags_of_offloading_are_keys(settings: Any) -> None:
     assert keys("--states-on", "file", *here) == ("none", "nvme", "nvme", "/here")
     assert keys("--states-on", "file", "--grads-on", "device", *here)[1] == "none"
     assert keys("--params-on", "host") == ("cpu", "none", "none", None)
+    path = tmp_path / "ds.json"
+    optimizer = {"device": "nvme", "nvme_path": "/there"}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": optimizer}}))
+    for flags in ((), ("--offload", "file"), ("--grads-on", "device")):
+        assert keys("--config", str(path), *flags)[2:] == ("nvme", "/there")
+        assert keys("--config", str(path), *flags, *here)[2:] == ("nvme", "/here")
 
 
 # Resuming #
