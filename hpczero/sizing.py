@@ -75,7 +75,7 @@ def per_element(
     """Return the bytes that one element takes for its parameter, its gradient and Adam's states."""
     if not trainable:
         return PerElement(item_bytes, 0, 0)
-    grads = grad_bytes or (4 if accumulation > 1 else item_bytes)
+    grads = grad_bytes or (max(4, item_bytes) if accumulation > 1 else item_bytes)
     master, moment = (4, 4) if item_bytes < 4 else (0, item_bytes)
     return PerElement(item_bytes, grads, master + 2 * moment)
 

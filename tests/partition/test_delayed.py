@@ -9,9 +9,14 @@ import pytest
 import torch
 from models import TinyLM, tokens
 from mpi4py import MPI
+from torch import nn
 
 import hpczero
 from hpczero.gpu.reference import AdamStep, adam_
+from hpczero.infinity.filetier import FileArray
+from hpczero.infinity.tier import CUT
+from hpczero.partition import bucket
+from hpczero.sizing import AHEAD, BEHIND
 
 pytestmark = pytest.mark.mpi
 
@@ -207,6 +212,32 @@ def test_memory_is_the_formula(tmp_path: Path) -> None:
         extra = measured["buffers"] - plain.memory()["buffers"]
         assert extra > 0
         assert abs(measured["buffers"] - formula["buffers"]) <= 0.2 * formula["buffers"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_new_weights_come_from_files_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(bucket, "STREAMED", CUT)
+    zero = config(1, dtype, "nvme", tmp_path)
+    engine = hpczero.Engine(nn.Linear(600, 600), zero)
+    for number in range(2):
+        x = torch.full((2, 600), number + RANK + 1.0, dtype=engine.module.weight.dtype)
+        engine.backward(engine(x).float().sum())
+        engine.step()
+    engine.synchronize()
+    (large,) = engine._runtime.buckets
+    staged, here, most = large._staged, [0], [0]
+    assert isinstance(staged, FileArray)
+
+    def account(nbytes: int) -> None:
+        here[0] += nbytes
+        most[0] = max(most[0], here[0])
+
+    monkeypatch.setattr(staged._tier, "account", account)
+    large.take_over()
+    assert here == [0]
+    assert 0 < most[0] <= (AHEAD + 1 + BEHIND) * 4 * CUT < staged.tensor.nbytes
 
 
 def test_weights_that_are_about_to_change_are_not_changed(tmp_path: Path) -> None:
