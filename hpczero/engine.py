@@ -81,8 +81,6 @@ class Engine:
     ) -> None:
         config = Config.load(config)
         self.world = World.of(comm)
-        self.world.engines += 1
-        self._number = self.world.engines
         self.config = config.resolve(self.world.size)
         self.module = model
         self.device = _device(model)
@@ -112,6 +110,8 @@ class Engine:
             )
         settings = agreement.settings(self.config.model_dump())
         agreement.compare(self.world, "model or config", [*settings, *agreement.describe(model)])
+        self.world.engines += 1  # by all ranks together
+        self._number = self.world.engines
         self._offload = Offload(self.config, model, self.world, self._ledger)
         self.plan = self._offload.plan(self._scope())
         initial = Initial(model, initialise)
