@@ -68,6 +68,18 @@ def stream(chunks: Iterable[Chunk[T]]) -> Iterator[T]:
         _wait(futures)
 
 
+def copy(source: Array, target: Array) -> None:
+    """Copy an array to one of as many elements, part by part: neither is whole in memory for it.
+
+    Raises:
+        OSError: a tier can't read or write.
+    """
+    pairs = zip(parts(source, reads=True), parts(target, reads=False), strict=True)
+    for use in stream(Chunk(ours.what, [ours.what, theirs.what]) for ours, theirs in pairs):
+        part = slice(use.start, use.stop)
+        target.tensor[part].copy_(source.tensor[part])
+
+
 def _begin(uses: Iterable[Use]) -> list[Future[None]]:
     begun = []
     for array, start, stop, reads, _ in uses:

@@ -16,7 +16,7 @@ from hpczero.comm.wire import Cargo
 from hpczero.comm.world import World
 from hpczero.config import ZeroOptimization
 from hpczero.gpu.norm import sum_of_squares
-from hpczero.infinity.stream import Chunk, Use, stream
+from hpczero.infinity.stream import copy
 from hpczero.infinity.tier import Array, Memory, Part, Tier, done, until
 from hpczero.partition.arena import Arena, Ledger
 from hpczero.partition.grouping import Group
@@ -27,7 +27,6 @@ from hpczero.partition.precision import Precision
 from hpczero.partition.task import Task
 from hpczero.partition.tensor import ReleasedParameter
 from hpczero.plan import Home, Plan, TierName
-from hpczero.sizing import STREAMED
 
 State = Literal["params", "grads", "states"]
 
@@ -501,9 +500,7 @@ class Bucket:
             return
         self.pending = False
         if self._staged is self._master or not self.frees:
-            new, weights = self._staged, self._weights
-            for part in stream(_moves(new, weights)):  # what is in files is never whole in memory
-                weights.tensor[part].copy_(new.tensor[part])
+            copy(self._staged, self._weights)
         else:
             self._staged, self._stored = self._stored, self._staged
             self._weights, self.shard = self._stored, self._stored.tensor
@@ -688,12 +685,3 @@ class Bucket:
         if full is not None:
             for slot in self.layout.slots:
                 yield slot.name, full[slot.start : slot.stop].view(slot.shape)
-
-
-def _moves(source: Array, target: Array) -> Iterator[Chunk[slice]]:
-    """Yield what is read and written to copy all of an array, part by part."""
-    numel = source.tensor.numel()
-    for start in range(0, numel, STREAMED):
-        stop = min(start + STREAMED, numel)
-        uses = Use(source, start, stop, True, False), Use(target, start, stop, False, True)
-        yield Chunk(slice(start, stop), uses)

@@ -13,9 +13,9 @@ from torch import nn
 
 import hpczero
 from hpczero.gpu.reference import AdamStep, adam_
+from hpczero.infinity import stream
 from hpczero.infinity.filetier import FileArray
 from hpczero.infinity.tier import CUT
-from hpczero.partition import bucket
 from hpczero.sizing import AHEAD, BEHIND
 
 pytestmark = pytest.mark.mpi
@@ -218,7 +218,7 @@ def test_memory_is_the_formula(tmp_path: Path) -> None:
 def test_new_weights_come_from_files_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(bucket, "STREAMED", CUT)
+    monkeypatch.setattr(stream, "STREAMED", CUT)
     zero = config(1, dtype, "nvme", tmp_path)
     engine = hpczero.Engine(nn.Linear(600, 600), zero)
     for number in range(2):
