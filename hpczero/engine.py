@@ -593,10 +593,9 @@ class Engine:
         """Return what `sizing.memory_formula` foretells for this engine, and the same by tier."""
         shapes, on = self.bucket_shapes(), self._offload.on
         setting = self.config.zero_optimization.stage, self.world.size, self.config.accumulation
-        staged = self._optimizer.staged
-        formula = sizing.memory_formula(shapes, *setting, self.further_units, on, staged)
-        staying = sizing.state_bytes([s for s in shapes if s.states_stay], *setting)["states"]
-        return {**formula, "tier": sizing.by_tier(formula, on, staying)}
+        run = self.further_units, on, self._optimizer.staged
+        tiers = sizing.memory_by_tier(shapes, *setting, *run)
+        return {**sizing.memory_formula(shapes, *setting, *run), "tier": tiers}
 
     @property
     def memory_on(self) -> dict[str, str]:

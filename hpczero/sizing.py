@@ -132,69 +132,98 @@ def memory_formula(
 ) -> dict[str, int]:
     """Return one rank's bytes under `Engine.memory`'s keys: params, grads, states, buffers.
 
-    `further` is the run's `Engine.further_units`: what measuring has added to the prefetch. `on` is
-    the tier of params, grads and states; what is on its way from and to files is a buffer, too. So
-    are the new weights and the second gradient of delayed updates.
+    The sum of what `memory_by_tier` counts, whose arguments it takes.
     """
-    moving = moving_bytes(shapes, world, accumulation, on or {})
+    tiers = memory_by_tier(shapes, stage, world, accumulation, further, on, delayed)
+    return {kind: sum(tier[kind] for tier in tiers.values()) for kind in tiers["device"]}
+
+
+def memory_by_tier(
+    shapes: Sequence[BucketShape],
+    stage: int,
+    world: int,
+    accumulation: int = 1,
+    further: int = 0,
+    on: Mapping[str, str] | None = None,
+    delayed: bool = False,
+) -> dict[str, dict[str, int]]:
+    """Return one rank's bytes on device, host and file, and on each by kind.
+
+    `further` is the run's `Engine.further_units`: what measuring has added to the prefetch. `on` is
+    the tier of params, grads and states, whose padding is a buffer there. What is on its way from
+    and to files is a buffer of the device; new weights and the second gradient of delayed updates
+    are buffers of the tier that keeps them.
+    """
+    on = on or {}
+    kinds = *PerElement._fields, "buffers"
+    tiers = {tier: dict.fromkeys(kinds, 0) for tier in ("device", "host", "file")}
+    passing = buffer_bytes(shapes, stage, world, accumulation, further)
+    for shape in shapes:
+        exact = state_bytes([shape], stage, world, accumulation)
+        padded = _states([(shape, shape.padded)], stage, world, accumulation)
+        for kind, tier in _where(shape, on).items():
+            tiers[tier][kind] += exact[kind]
+            tiers[tier]["buffers"] += padded[kind] - exact[kind]
+            passing -= padded[kind] - exact[kind]
+    passing += moving_bytes(shapes, stage, world, accumulation, on, delayed)
+    tiers["device"]["buffers"] += passing
     if delayed:
-        for shape in shapes:
-            if shape.trainable:
-                each = per_element(shape.item_bytes, True, accumulation, shape.grad_bytes)
-                shard = -(-shape.padded // world)
-                moving += each.params * shard + each.grads * (shape.padded if stage < 2 else shard)
-    return {
-        **state_bytes(shapes, stage, world, accumulation),
-        "buffers": buffer_bytes(shapes, stage, world, accumulation, further) + moving,
-    }
+        for tier, nbytes in delayed_bytes(shapes, stage, world, accumulation, on).items():
+            tiers[tier]["buffers"] += nbytes
+    return tiers
+
+
+def delayed_bytes(
+    shapes: Iterable[BucketShape],
+    stage: int,
+    world: int,
+    accumulation: int,
+    on: Mapping[str, str],
+) -> dict[str, int]:
+    """Return the bytes by tier of what delayed updates need: new weights and a second gradient."""
+    found = {"device": 0, "host": 0, "file": 0}
+    for shape in shapes:
+        if shape.trainable:
+            each = per_element(shape.item_bytes, True, accumulation, shape.grad_bytes)
+            shard = -(-shape.padded // world)
+            where = _where(shape, on)
+            found[where[_new_weights(shape, stage, delayed=True)]] += each.params * shard
+            found[where["grads"]] += each.grads * (shape.padded if stage < 2 else shard)
+    return found
 
 
 def moving_bytes(
-    shapes: Sequence[BucketShape], world: int, accumulation: int, on: Mapping[str, str]
+    shapes: Sequence[BucketShape],
+    stage: int,
+    world: int,
+    accumulation: int,
+    on: Mapping[str, str],
+    delayed: bool = False,
 ) -> int:
     """Return the memory, at most, of what is on its way from or to files; padding not counted.
 
-    In an update there are AHEAD + 1 + BEHIND parts; the next forward begins meanwhile. There are
-    the shards of what is being gathered, and those of gradients: one that is reduced, and BACKLOG
-    bytes.
+    In an update there are AHEAD + 1 + BEHIND parts; the next forward begins meanwhile, and with
+    delayed updates the whole next step. There are the shards of what is being gathered, and those
+    of gradients: one that is reduced, and BACKLOG bytes.
     """
     parts, grads = [], []
     for shape in shapes:
         each = _kept_on("file", shape, accumulation, on)
         shard = -(-shape.padded // world)
+        written = _where(shape, on)[_new_weights(shape, stage, delayed)] == "file"
+        bytes_each = each.grads + each.states + shape.item_bytes * written
         # What is wholly in memory is updated at once.
-        size = STREAMED if any(each) else max(shard, 1)
+        size = STREAMED if bytes_each else max(shard, 1)
         if shape.trainable:
-            parts += [sum(each) * min(size, shard - start) for start in range(0, shard, size)]
+            parts += [bytes_each * min(size, shard - start) for start in range(0, shard, size)]
         grads.append(each.grads * shard)
     # Where gradients add up, those that wait for their reduction are here too.
     ahead = sum(sorted(grads)[-PREFETCHED - 2 :]) if accumulation > 1 else max(grads, default=0)
     width = AHEAD + 1 + BEHIND
     update = max((sum(parts[at : at + width]) for at in range(len(parts))), default=0)
     gathered = _root_and_largest(shapes) // world if on.get("params") == "file" else 0
-    return gathered + max(update, min(sum(grads), BACKLOG + ahead))
-
-
-def by_tier(
-    formula: Mapping[str, int], on: Mapping[str, str], staying: int = 0
-) -> dict[str, dict[str, int]]:
-    """Return the bytes of a formula by tier, and on each by kind; buffers are on the device.
-
-    Args:
-        formula: bytes by kind.
-        on: the tier of params, grads and states.
-        staying: bytes of states that are on the device all the same.
-    """
-    tiers = {
-        tier: {
-            kind: nbytes if on.get(kind, "device") == tier else 0
-            for kind, nbytes in formula.items()
-        }
-        for tier in ("device", "host", "file")
-    }
-    tiers[on.get("states", "device")]["states"] -= staying
-    tiers["device"]["states"] += staying
-    return tiers
+    reduced = min(sum(grads), BACKLOG + ahead)
+    return gathered + (update + reduced if delayed else max(update, reduced))
 
 
 def io_minimum(
@@ -270,10 +299,22 @@ def traffic_multiples(
 def _kept_on(tier: str, shape: BucketShape, accumulation: int, on: Mapping[str, str]) -> PerElement:
     """Return the bytes per element of what a tier keeps, 0 for what it doesn't."""
     each = per_element(shape.item_bytes, shape.trainable, accumulation, shape.grad_bytes)
-    where = {**on, "states": "device"} if shape.states_stay else on
-    return PerElement(
-        *(nbytes * (where.get(kind, "device") == tier) for kind, nbytes in each._asdict().items())
-    )
+    where = _where(shape, on)
+    return PerElement(*(nbytes * (where[kind] == tier) for kind, nbytes in each._asdict().items()))
+
+
+def _where(shape: BucketShape, on: Mapping[str, str]) -> dict[str, str]:
+    """Return the tier of each kind of a bucket's state."""
+    stay = {"states": "device"} if shape.states_stay else {}
+    return {**dict.fromkeys(PerElement._fields, "device"), **on, **stay}
+
+
+def _new_weights(shape: BucketShape, stage: int, delayed: bool) -> str:
+    """Return the kind of state whose tier the weights go to that an update makes."""
+    if not delayed:
+        return "params"
+    # Where it is its own master weight, a master beside it has them.
+    return "params" if stage == 3 and shape.item_bytes < 4 else "states"
 
 
 def _states(

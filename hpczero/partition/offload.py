@@ -79,13 +79,13 @@ class Offload:
         asked = config.data_types.grad_accum_dtype
         grads = None if asked is None else 4 if asked == "fp32" else 2
         delayed = self._zero.offload_optimizer.delayed_update.enabled
-        staged = "params" if half and self._zero.stage == 3 else "states"
         for part, tiers in zip(groups, self.tiers(groups), strict=True):
             for _, parameter in part.parameters:
                 item = 2 if half and parameter.is_floating_point() else parameter.element_size()
                 trained = parameter.requires_grad
                 each = sizing.per_element(item, trained, config.accumulation, grads)._asdict()
                 if delayed and trained:
+                    staged = "params" if item < 4 and self._zero.stage == 3 else "states"
                     each["grads"] *= 2
                     each[staged] += each["params"]
                 for kind, tier in tiers.items():

@@ -16,6 +16,7 @@ from hpczero.gpu.reference import AdamStep, adam_
 from hpczero.infinity import stream
 from hpczero.infinity.filetier import FileArray
 from hpczero.infinity.tier import CUT
+from hpczero.partition.offload import TIERS
 from hpczero.sizing import AHEAD, BEHIND
 
 pytestmark = pytest.mark.mpi
@@ -200,18 +201,22 @@ def test_a_checkpoint_ends_the_delay_and_goes_on_alike(
         assert train(resumed, 3) == expected
 
 
-def test_memory_is_the_formula(tmp_path: Path) -> None:
-    for stage in (1, 2, 3):
-        engine = engine_of(stage, "bf16", "cpu", tmp_path)
-        train(engine, 3)
-        measured, formula = engine.memory(), engine.memory_formula()
-        plain = hpczero.Engine(
-            TinyLM(), {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-        )
-        train(plain, 3)
-        extra = measured["buffers"] - plain.memory()["buffers"]
-        assert extra > 0
-        assert abs(measured["buffers"] - formula["buffers"]) <= 0.2 * formula["buffers"]
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_memory_is_the_formula_on_each_tier(
+    tmp_path: Path, device: str, stage: int, dtype: str
+) -> None:
+    engine = engine_of(stage, dtype, device, tmp_path)
+    train(engine, 3)
+    engine.synchronize()
+    measured, formula = engine.memory(), engine.memory_formula()
+    for tier in ("host", "file"):
+        assert (measured["tier"][tier]["states"] > 0) == (tier == TIERS[device])
+        assert sum(measured["tier"][tier].values()) == sum(formula["tier"][tier].values())
+    blocks = 4096 * 7 * len(engine.bucket_shapes())  # each array ends within a block
+    on_device = measured["tier"]["device"]["buffers"]
+    assert on_device <= formula["tier"]["device"]["buffers"] + blocks * (device == "nvme")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

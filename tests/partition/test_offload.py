@@ -335,6 +335,8 @@ def test_memory_and_io_are_the_formulas(
             found = engine.world.mean(measured["tier"][tier][kind])  # the last ranks have padding
             told = formula["tier"][tier][kind]
             assert abs(found - told) <= 16 * 64 * len(engine.bucket_shapes()), (tier, kind)
+    for tier in ("host", "file"):  # padding included
+        assert sum(measured["tier"][tier].values()) == sum(formula["tier"][tier].values())
     blocks = 4096 * 5 * len(engine.bucket_shapes())  # each array ends within a block
     assert measured["buffers"] <= formula["buffers"] + blocks
     least = engine.io_minimum()
