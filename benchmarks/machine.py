@@ -78,9 +78,12 @@ def machine() -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
+    """Return the processor's name, with its family and model: virtual machines shorten names."""
+    pairs = [x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().splitlines() if ":" in x]
+    found = {name.strip(): value.strip() for name, value in reversed(pairs)}
+    if "cpu family" not in found:
+        return found.get("model name", "unknown")
+    return f"{found['model name']}, family {found['cpu family']} model {found['model']}"
 
 
 def versions() -> dict[str, str]:

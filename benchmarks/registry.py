@@ -35,8 +35,8 @@ class Benchmark:
         return [*launched, *argv, *(self.quick if quick else ()), "--out", str(out)]
 
 
-def _step(model: str, dtype: str, batch: int, minutes: float) -> Benchmark:
-    """Describe ten timed steps of each contender, which take turns."""
+def _step(model: str, dtype: str, batch: int, steps: int, minutes: float) -> Benchmark:
+    """Describe timed steps of each contender, which take turns: more of them if they are short."""
     quick = ["--model", "tiny", "--batch", "1", "--steps", "2", "--rounds", "1", "--warmup", "1"]
     if model != "small":  # once per precision is enough for all of them
         quick += ["--contenders", "floor", "FSDP2, resharded", "hpczero 3"]
@@ -45,7 +45,7 @@ def _step(model: str, dtype: str, batch: int, minutes: float) -> Benchmark:
         "step",
         (
             *("--model", model, "--dtype", dtype, "--batch", str(batch)),
-            *("--rounds", "1", "--steps", "10"),
+            *("--rounds", "1", "--steps", str(steps)),
         ),
         quick=tuple(quick),
         minutes=minutes,
@@ -65,10 +65,10 @@ def _scaling(ranks: int) -> Benchmark:
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
-        _step("small", "fp32", batch=4, minutes=8),
-        _step("small", "bf16", batch=4, minutes=6),
-        _step("medium", "fp32", batch=2, minutes=20),
-        _step("medium", "bf16", batch=1, minutes=15),
+        _step("small", "fp32", batch=4, steps=25, minutes=15),
+        _step("small", "bf16", batch=4, steps=25, minutes=12),
+        _step("medium", "fp32", batch=2, steps=10, minutes=20),
+        _step("medium", "bf16", batch=1, steps=10, minutes=15),
         Benchmark(
             "step-files",
             "step",
