@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from extensions import assert_built, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import assert_built, build
 from launch import ROOT
 
 from hpczero.comm import copies

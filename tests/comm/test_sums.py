@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels import assert_built, build, each_level
+from extensions import assert_built, build, each_level
 from launch import ROOT
 
 from hpczero.comm import sums

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from extensions import assert_built, build, each_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import assert_built, build, each_level
 from launch import ROOT
 
 from hpczero.gpu import adam, reference
